@@ -776,3 +776,62 @@ def test_a_row_without_an_id_does_not_get_one_of_another_column():
     assert columns.value({"patient_id": "H12", "subject_id": "3"}, "participant") == "H12"
     assert columns.value({"person_id": "", "participant_id": "7"}, "participant") == "7"  # AI-READI's v2 and v3
     assert Columns({"participant": "pid"}).value({"pid": "8", "patient_id": "H12"}, "participant") == "8"
+
+
+EYES = {"R": ["R", "OD", "right"], "L": ["L", "OS", "left"], "both": ["OU", "both"], None: [""]}
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "of": st.sampled_from(["each", "both", "third", "one", "unknown"]),
+                "values": st.tuples(*[st.integers(0, 40)] * 3),
+            }
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_every_scan_gets_the_label_of_its_eye_however_a_table_writes_it(tmp_path, people, random):
+    """A row for each eye, one for both, a third beside two, for one eye, or without an eye."""
+    lines, expected = [], {}
+    for number, person in enumerate(people, 1):
+        right, left, both = (f"{value / 10:g}" for value in person["values"])
+        rows = {
+            "each": [("R", right), ("L", left)],
+            "both": [("both", both)],
+            "third": [("R", right), ("L", left), ("both", both)],
+            "one": [("L", left)],
+            "unknown": [(None, both)],
+        }[person["of"]]
+        of = dict(rows)
+        for eye in ("R", "L", None):
+            expected[f"P{number:03d}", eye] = of.get(eye, of.get("both"))
+        lines += [
+            (random.choice(["P{:03d}", "p-{}", "P{}"]).format(number), random.choice(EYES[eye]), v) for eye, v in rows
+        ]
+    random.shuffle(lines)
+    comma = random.random() < 0.5
+    cells = [f"{who};{eye};{value.replace('.', ',') if comma else value}" for who, eye, value in lines]
+    (tmp_path / "labels.csv").write_text("\n".join(["participant_id;laterality;visus", *cells]) + "\n", "utf-8")
+    table = read_labels(tmp_path / "labels.csv")
+    found = table.join("visus", [(f"1.2.{i}", who, eye) for i, (who, eye) in enumerate(expected)])
+    assert dict(zip(expected, found, strict=True)) == expected
+
+
+def test_only_categories_that_pandas_calls_ordered_are_grades():
+    pandas = pytest.importorskip("pandas")
+    columns = {name: pandas.Categorical(["mild", "none"], ["none", "mild"], ordered=name == "stage") for name in ("stage", "kind")}  # fmt: skip
+    table = read_labels(pandas.DataFrame({"participant_id": ["1", "2"], **columns}))
+    assert table.orders == {"stage": ("none", "mild")}
+
+
+def test_a_scan_that_a_table_gives_to_two_people_is_named_though_its_label_is_one(tmp_path):
+    (tmp_path / "l.csv").write_text(
+        "sop_instance_uid,participant_id,dx\n1.2,P1,amd\n1.2,P-01,amd\n1.3,P1,amd\n1.3,P2,amd\n"
+    )
+    with pytest.raises(EvaluationError, match=r"line 5: dx of 1\.3 contradicts an earlier line"):
+        read_labels(tmp_path / "l.csv").by_uid("dx")

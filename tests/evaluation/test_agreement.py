@@ -91,6 +91,26 @@ def test_a_standard_error_is_that_of_what_every_subject_moves(name):
     assert errors[0] == pytest.approx(np.sqrt(count / (count - 1) * (moved**2).sum()), rel=0.006)
 
 
+@pytest.mark.parametrize("name", ["bias", "slope"])
+def test_a_standard_error_of_several_visits_is_that_of_what_every_subject_moves(name):
+    rng = np.random.default_rng(4)
+    subject = np.repeat(np.arange(80), rng.integers(1, 5, 80))
+    level = rng.normal(size=len(subject))
+    apart = 0.3 * level + rng.normal(size=80)[subject] + rng.normal(size=len(subject))
+    of = partial(agreement._slope_and_error, apart, level) if name == "slope" else partial(agreement._limit_and_error, apart)  # fmt: skip
+    measure = partial(of, subject) if name == "slope" else partial(of, subject, 0)
+    values, errors = measure(1 + 1e-4 * np.vstack([np.zeros(80), np.eye(80)])[:, subject])
+    moved = (values[1:] - values[0]) / 1e-4
+    assert errors[0] == pytest.approx(np.sqrt(80 / 79 * (moved**2).sum()), rel=0.003)
+    found = agreement.limits(apart, subject, None)
+    for side in (-1, 1):
+        limit = found["upper" if side > 0 else "lower"]["estimate"]
+        assert limit - found["bias"]["estimate"] == pytest.approx(
+            side * 1.96 * agreement.spread(apart, None, subject)[0]
+        )
+    assert abs(found["sd"] / apart.std(ddof=1) - 1) > 0.001
+
+
 def test_a_difference_or_a_slope_downwards_is_as_certain_as_one_upwards():
     rng, person = np.random.default_rng(2), np.repeat(np.arange(20), 2)
     level, boot = rng.normal(size=40), lambda m: bootstrap(m, person, resamples=200)
@@ -108,6 +128,11 @@ def test_p_of_a_bias_counts_the_estimate_as_one_resample(bias, p):
     person, apart = np.arange(40), np.random.default_rng(3).normal(size=40)
     apart += bias - apart.mean()
     assert agreement.limits(apart, person, lambda m: bootstrap(m, person, resamples=200))["bias"]["p"] == p
+
+
+def test_subjects_that_differ_less_than_their_visits_make_no_spread_smaller():
+    apart, subject = np.tile([1.0, -1.0], 10), np.repeat(np.arange(10), 2)
+    assert agreement.spread(apart, None, subject)[0] == pytest.approx(2**0.5)
 
 
 def test_the_spread_of_one_subject_is_not_known():

@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from scipy.special import expit
+from sklearn.metrics import brier_score_loss, cohen_kappa_score, roc_auc_score
 
 from octfm.encoder.embeddings import Embeddings, take_rows
-from octfm.evaluation.cases import Round, Target, log_share, make_cases
+from octfm.evaluation.cases import Round, Target, log_share, make_cases, make_rounds
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.probe import predict, probe
-from octfm.evaluation.scoring import Predictions, to_units
+from octfm.evaluation.scoring import Predictions, compare_metrics, correct, score, to_units
+from octfm.evaluation.statistics import MIN_PARTICIPANTS
 
 
 def embeddings(participant, laterality, labels, vectors) -> Embeddings:
@@ -158,3 +161,146 @@ def test_a_large_difference_survives_holm_among_many_comparisons():
     assert {c["verdict"] for c in planned} == {"better"} and max(c["p_holm"] for c in planned) <= 0.05
     curve = label_efficiency([good, *rivals], targets=["findings"], readout="knn", seeds=1, fractions=(0.5, 1.0))[1]
     assert min(c["p_holm"] for c in curve) <= 0.05
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["train", "train", "val", "test", "test", "calibration", None]),
+            st.lists(st.sampled_from(["10", "2", "7", "", "1.5"]), min_size=1, max_size=3),
+        ),
+        min_size=24,
+        max_size=36,
+    ),
+    st.sampled_from([(), ("0", "1.5", "2", "7", "10")]),
+)
+def test_a_split_trains_on_its_train_and_val_and_tests_its_test_by_the_grade_of_every_row(people, order):
+    """Grades that fewer than two participants to learn from have are left out, and the others keep their order."""
+    rows = [(who, split, cell) for who, (split, cells) in enumerate(people) for cell in cells]
+    data = embeddings([who for who, *_ in rows], ["R"] * len(rows), [{"grade": cell} for *_, cell in rows], np.zeros((len(rows), 1)))  # fmt: skip
+    data = replace(data, split=tuple(split for _, split, _ in rows))
+    learn = {g: {who for who, split, cell in rows if cell == g and split in ("train", "val")} for g in ("1.5", "2", "7", "10")}  # fmt: skip
+    kept = [grade for grade, who in learn.items() if len(who) >= 2]
+    tested = [i for i, (_, split, cell) in enumerate(rows) if split == "test" and cell in kept]
+    trained = [i for i, (_, split, cell) in enumerate(rows) if split in ("train", "val") and cell in kept]
+    many = {rows[i][0] for i in trained}, {rows[i][0] for i in tested}
+    assume(len(many[0]) >= 6 and len(many[1]) >= 2 and len({rows[i][2] for i in tested}) >= 2)
+    cases = make_cases(Target("grade", "grade", "acquisition", order=order), data, None)
+    cases, (only,) = make_rounds(cases, data, "recommended_split", np.zeros(len(rows), bool), False, 5, 0)
+    assert cases.classes == tuple(kept)
+    assert [cases.classes[k] for k in cases.label] == [rows[i][2] for i in cases.rows]
+    assert cases.rows[only.train].tolist() == trained and cases.rows[only.test].tolist() == tested
+    assert {*cases.left_out} == {g for g in learn if any(cell == g for *_, cell in rows)} - {*kept}
+
+
+def test_an_eye_with_a_disease_beside_a_healthy_finding_is_diseased():
+    cells = ["healthy", "healthy;dme", "none; normal", "dme"]
+    data = embeddings(range(4), ["R"] * 4, [{"diagnosis": cell} for cell in cells], np.zeros((4, 1)))
+    assert make_cases(Target("disease", "diagnosis", "participant"), data, None).label.tolist() == [0, 1, 0, 1]
+
+
+def test_a_class_needs_a_participant_to_test_in_every_fold():
+    """Those of pretraining are trained on in every fold and do not count; and another seed deals other folds."""
+    grade = np.array(["a", "b", "c"])[np.arange(60) % 3]
+    data = embeddings(range(60), ["R"] * 60, [{"grade": g} for g in grade], np.zeros((60, 1)))
+    seen = (np.arange(60) % 3 == 1) & (np.arange(60) > 13)
+    cases = make_cases(Target("grade", "grade", "participant"), data, None)
+    kept, rounds = make_rounds(cases, data, "k-fold", seen, False, 5, 0)
+    assert kept.left_out == () and sorted(np.concatenate([r.test for r in rounds])) == np.flatnonzero(~seen).tolist()
+    assert all(sorted([*r.train, *r.test]) == [*range(60)] for r in rounds)
+    fewer, rounds = make_rounds(cases, data, "k-fold", seen | (np.arange(60) == 1), False, 5, 0)
+    assert fewer.left_out == ("b",) and fewer.classes == ("a", "c")
+    again = make_rounds(cases, data, "k-fold", seen | (np.arange(60) == 1), False, 5, 1)[1]
+    assert {tuple(r.test) for r in rounds}.isdisjoint(tuple(r.test) for r in again)
+    assert all({*r.train.tolist(), *r.test.tolist()} == {*range(40)} for r in rounds)
+
+
+def test_scores_are_those_of_scikit_learn_by_the_worse_eye_and_means_over_seeds_and_draws():
+    """Runs of two seeds with three draws each, of people with several scans of one eye or both."""
+    rng = np.random.default_rng(0)
+    rows = [
+        (who, side) for who in range(60) for side in "RL"[: 1 + who % 2] for _ in range(1 + (who + (side == "L")) % 3)
+    ]
+    ill = [who % 3 == 0 and side == "R" for who, side in rows]
+    data = embeddings([who for who, _ in rows], [side for _, side in rows], [{"diagnosis": "dme" if own else "none"} for own in ill], np.zeros((len(rows), 1)))  # fmt: skip
+    cases = make_cases(Target("disease", "diagnosis", "participant"), data, None)
+    prior, truth = np.tile(np.log([0.7, 0.3]), (len(rows), 1)), np.arange(60) % 3 == 0
+    runs, aurocs, briers = [], [], []
+    for _ in range(6):
+        odds = rng.normal(size=len(rows)) + 1.5 * np.array(ill)
+        runs.append(Predictions(np.arange(len(rows)), odds[:, None] / 2 * [-1, 1], prior))
+        by_eye = {eye: odds[[i for i, own in enumerate(rows) if own == eye]].mean() for eye in {*rows}}
+        worse = np.array([max(by_eye[eye] for eye in by_eye if eye[0] == who) for who in range(60)])
+        aurocs.append(roc_auc_score(truth, worse))
+        briers.append(2 * brier_score_loss(truth, expit(worse + np.log(3 / 7))))
+    found = {s.metric: s for s in score(cases, "a", runs, {"target": "disease"}, 60, 3, draws=3)}
+    assert found["auroc"].row["estimate"] == pytest.approx(np.mean(aurocs))
+    assert found["auroc"].row["per_draw"] == pytest.approx(np.reshape(aurocs, (2, 3)).mean(0))
+    assert found["brier"].row["estimate"] == pytest.approx(np.mean(briers)) and found["auroc"].row["seeds"] == 2
+    assert found["brier"].row["chance"] == pytest.approx(2 * truth.mean() * (1 - truth.mean()))
+    eyes = 1 + np.arange(60) % 2
+    guessed = [a / (a + b) for a in eyes[truth] for b in eyes[~truth]]
+    assert found["auroc"].row["chance"] == pytest.approx(np.mean(guessed)), "however often an eye was scanned"
+    assert found["auroc"].ranked is None, "several runs have no variance of DeLong"
+    # Draws of a seed share its resamples, and the seed of the study draws others.
+    again, other = (score(cases, "a", runs, {"target": "disease"}, 60, seed, draws=3)[0].row for seed in (3, 4))
+    assert again["low"] == found["auroc"].row["low"] != other["low"]
+    alone = {score(cases, "a", runs[:1], {"target": "disease"}, 60, seed)[0].row["low"] for seed in (3, 4)}
+    assert len(alone) == 2
+
+
+@pytest.mark.parametrize("leakage", [False, True])
+def test_lower_errors_and_less_leakage_are_better_and_leakage_is_never_planned(leakage):
+    data = embeddings(range(40), ["R"] * 40, [{"cst_um": f"{i * i}"} for i in range(40)], np.zeros((40, 1)))
+    cases = make_cases(Target("cst_um", "cst_um", "eye", leakage=leakage), data, None)
+    rng, truth = np.random.default_rng(0), np.arange(40.0) ** 2
+    good, poor = (
+        score(
+            cases, name, [Predictions(np.arange(40), (truth + rng.normal(0, sd, 40))[:, None])], {"target": "t"}, 200, 0
+        )
+        for name, sd in (("good", 20), ("poor", 200))
+    )
+    found = {c["metric"]: c for c in correct(compare_metrics(good, poor, leakage=leakage))}
+    assert [found[name]["verdict"] for name in ("r2", "mae")] == ["worse" if leakage else "better"] * 2
+    assert (found["r2"]["planned"], found["mae"]["planned"]) == (not leakage, False) and found["mae"]["p_holm"] is None
+    assert found["mae"]["difference"] < 0 < found["r2"]["difference"]
+    mae = next(s.row for s in good if s.metric == "mae")
+    assert mae["chance"] == np.abs(truth - np.median(truth)).mean()
+
+
+@pytest.mark.parametrize(("few", "given"), [(MIN_PARTICIPANTS - 1, False), (MIN_PARTICIPANTS, True)])
+def test_an_interval_needs_a_least_number_of_participants_of_each_class(few, given):
+    row = np.repeat(np.arange(30), 2)
+    data = embeddings(row, "RL" * 30, [{"diagnosis": "dme" if i < few else "none"} for i in row], np.zeros((60, 1)))
+    cases = make_cases(Target("disease", "diagnosis", "participant"), data, None)
+    value = np.random.default_rng(0).normal(size=(60, 2))
+    assert (score(cases, "a", [Predictions(np.arange(60), value)], {}, 20, 0)[0].row["low"] is not None) == given
+
+
+def test_a_subset_of_measured_eyes_has_participants_of_every_fifth():
+    labels = [{"cst_um": f"{200 + 3 * (i * 17 % 50)}"} for i in range(50)]
+    data = embeddings(range(50), ["R"] * 50, labels, np.zeros((50, 1)))
+    cases = make_cases(Target("cst_um", "cst_um", "eye"), data, None)
+    for seed in range(6):
+        kept = cases.label[subset(cases, Round(np.arange(50), np.arange(0)), 0.3, seed).train]
+        assert np.bincount((np.argsort(np.argsort(cases.label)) // 10)[np.isin(cases.label, kept)]).tolist() == [3] * 5
+
+
+def test_the_grade_of_a_participant_is_the_nearest_to_the_mean_of_all_scans():
+    rng = np.random.default_rng(1)
+    row = np.repeat(np.arange(30), 1 + np.arange(30) % 3)
+    data = embeddings(row, ["R"] * len(row), [{"stage": f"{who % 4}"} for who in row], np.zeros((len(row), 1)))
+    cases = make_cases(Target("stage", "stage", "participant"), data, None)
+    grade = row % 4 + rng.normal(0, 0.8, len(row))
+    said = Predictions(np.arange(len(row)), np.zeros((len(row), 4)), None, grade)
+    nearest = np.clip(np.rint([grade[row == who].mean() for who in range(30)]), 0, 3)
+    kappa = next(s for s in score(cases, "a", [said], {"target": "stage"}, 20, 0) if s.metric == "kappa")
+    assert kappa.row["estimate"] == pytest.approx(cohen_kappa_score(np.arange(30) % 4, nearest, weights="quadratic"))
+
+
+def test_a_measurement_of_eyes_with_few_values_is_still_scored_by_eye():
+    labels = [{"cst_um": str(250 + 10 * (i // 2 % 3))} for i in range(24)]
+    data = embeddings(np.arange(24) // 2, ["RL"[i % 2] for i in range(24)], labels, np.zeros((24, 1)))
+    cases = make_cases(Target("cst_um", "cst_um", "eye"), data, None)
+    assert cases.unit_name == "eye" and len({*cases.unit}) == 24 and cases.classes == ("250", "260", "270")

@@ -404,6 +404,16 @@ def seeded_scores(rng, seeds=3):
     return label, [label * (1.2 + 0.6 * rng.normal()) + shared for _ in range(seeds)]
 
 
+def test_a_row_of_weight_two_counts_as_two_rows():
+    rng = np.random.default_rng(2)
+    x, grade, weight = rng.normal(size=(60, 4)), np.arange(60) % 4, rng.integers(1, 5, 60)
+    x[:, 0] += grade
+    weighted = proportional_odds(x, grade, 4, 0.5, weight.astype(float))
+    repeated = proportional_odds(np.repeat(x, weight, axis=0), np.repeat(grade, weight), 4, 0.5)
+    for found, expected in zip(weighted, repeated, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
 def test_seeds_and_participants_are_resampled_together():
     label, scores = seeded_scores(np.random.default_rng(12))
     names = np.arange(len(label)).astype(str)

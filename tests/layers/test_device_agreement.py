@@ -361,8 +361,8 @@ def test_tables_of_a_spreadsheet_with_decimal_commas_are_read(tmp_path):
     assert device_agreement(again)["zones"] == whole["zones"]
     device = saved("device.csv", ["participant", "laterality", *DEVICE_UNIT.values()])
     assert device_agreement(again, device)["zones"] == whole["zones"]
-    rows[0][UNIT["centre"]] = "1.234"  # saved as 1,234, which may be in thousands
-    with pytest.raises(EvaluationError, match=r"again\.csv: .*centre_um expected µm, got '1,234'"):
+    rows[0][UNIT["centre"]] = "12.345"  # saved as 12,345, which may be in thousands
+    with pytest.raises(EvaluationError, match=r"again\.csv: .*centre_um expected µm, got '12,345'"):
         device_agreement(saved("again.csv", [*COLUMNS]))
 
 

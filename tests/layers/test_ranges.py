@@ -169,6 +169,19 @@ def test_own_corrections_turn_ranges_into_intervals(tmp_path):
     assert told[1].startswith("zeiss_cirrus: 5 participants are too few") and "as they are" in told[1]
     again, _ = calibrate_rows(found, tmp_path / "c.csv")
     assert float(again[0][low]) == pytest.approx(float(found[0][low]), abs=0.3)
+    assert float(again[0]["range_factor"]) == pytest.approx(float(found[0]["range_factor"]), rel=0.02)
+
+
+def test_each_scanner_has_the_factor_and_the_participants_of_its_own_corrections(tmp_path):
+    """Participants are those of the catalog, whoever has corrected the scans."""
+    rows, others = table(60), table(80, "zeiss_cirrus")
+    corrected(tmp_path / "c.csv", rows + others, lambda i, reach: reach * (i / 120 if i < 60 else 2))
+    header, *lines = (tmp_path / "c.csv").read_text().splitlines()
+    (tmp_path / "d.csv").write_text("\n".join([f"{header},corrected_participant", *(f"{line},X" for line in lines)]))
+    found, _ = calibrate_rows(rows + others, tmp_path / "d.csv")
+    for row, people, scanner, factor in ((found[0], 60, "heidelberg_spectralis", 0.45), (found[-1], 80, "zeiss_cirrus", 2)):  # fmt: skip
+        assert row["range_kind"] == f"90 % interval, calibrated on {people} participants scanned by {scanner}"
+        assert float(row["range_factor"]) == pytest.approx(factor, rel=0.03)
 
 
 def test_intervals_hold_nine_in_ten_corrections_whichever_way_they_go(tmp_path):
@@ -189,6 +202,11 @@ def test_a_column_of_biometry_beside_own_corrections_leaves_no_scan_out(tmp_path
     header, *lines = (tmp_path / "c.csv").read_text().splitlines()
     (tmp_path / "b.csv").write_text("\n".join([f"{header},axial_length_mm", *(f"{line},23.6" for line in lines)]))
     assert calibrate_rows(rows, tmp_path / "b.csv") == calibrate_rows(rows, tmp_path / "c.csv")
+    # In a table of octfm segment it does.
+    cells = [f"{line},{'' if i % 10 else '26'}," for i, line in enumerate(lines)]
+    (tmp_path / "s.csv").write_text("\n".join([f"{header},axial_length_mm,zones_note", *cells]))
+    said = calibrate_rows(rows, tmp_path / "s.csv")[1]
+    assert "54 participants" in said[0] and said[1].startswith("6 scans left out: measured by another axial length")
 
 
 def test_intervals_need_enough_participants_and_corrections(tmp_path):

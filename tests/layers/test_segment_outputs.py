@@ -12,14 +12,17 @@ import octfm
 from octfm.cli.segment_scans import stems_of
 from octfm.errors import ExportError
 from octfm.formats import read_device_grid, read_volume
+from octfm.layers import verdict
 from octfm.layers.corrections import Corrections
 from octfm.layers.export import write_dicom, write_nifti
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.rows import describe, read_table, row_of
-from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of
+from octfm.layers.verdict import Verdict
+from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of, same_millimetres
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import phantom_volume, write_phantom
 from octfm.volume.etdrs import ZONES
+from octfm.volume.laterality import disc_side
 from octfm.volume.segmentation import Segmentation, words_of
 from octfm.volume.volume import Lines
 from octfm.weights.packaged import NOTE, SHORT_NOTE
@@ -85,6 +88,52 @@ def test_a_scan_that_looks_like_the_other_eye_says_so(laterality, stated):
         assert replace(found, surfaces=lost).looks_like_other_eye, "a lost B-scan hides nothing"
         deep = replace(found.volume, voxels=volume.voxels.astype(np.uint16) * 257)
         assert replace(found, volume=deep, surfaces=lost).looks_like_other_eye, "nor do 16 bits"
+
+
+def test_the_fovea_stays_where_it_is_among_the_bscans_that_are_left(monkeypatch):
+    seen = []
+
+    def recorded(voxels, spacing_mm, tissue, left_to_right):
+        seen.append((voxels, tissue))
+        return disc_side(voxels, spacing_mm, tissue, left_to_right)
+
+    monkeypatch.setattr(verdict, "disc_side", recorded)
+    found = found_in(25)
+    ilm, bm = (np.where(np.isin(np.arange(25), (3, 4, 20))[:, None], np.nan, found.surfaces[n]) for n in ("ilm", "bm"))
+    verdict.looks_like_other_eye(found.volume, ilm, bm, found.place(), (0.5, 0.24))
+    ((voxels, tissue),) = seen
+    assert len(voxels) == len(tissue.ilm) == 22 and tissue.fovea == pytest.approx((13 - 2, 59.5 + 10))
+
+
+def test_a_row_has_amounts_of_accepted_scans_and_counts_bscans_by_what_was_corrected():
+    found = found_in(fluid_in=12)
+    row = row_of(found)
+    assert row["intraretinal_fluid_nl"] == f"{20 * 20 * 0.24 * 0.004 * 0.05 * 1000:.1f}" and row["drusen_nl"] == "0.0"
+    assert (row["doubt"], row["laterality"], row_of(found_in(laterality=None))["laterality"]) == ("0.100", "R", "")
+    half = {name: np.where(np.arange(120) < 30, np.nan, rows) for name, rows in found.surfaces.items()}
+    unsure = replace(found.found, near=np.full_like(found.found.near, 0.99))
+    assert row_of(replace(found, surfaces=half, found=unsure))["doubtful_ascans"] == "0.250"
+    refused = row_of(found_in(fluid_in=12, reasons=("dark",)))
+    assert not refused["intraretinal_fluid_nl"] and not refused["drusen_nl"]
+    pixels = changed(found, spacing_estimated=True)
+    assert row_of(pixels)["intraretinal_fluid_pixels"] == "400"
+    assert not row_of(replace(pixels, verdict=Verdict(parts=("a blink",))))["intraretinal_fluid_pixels"]
+    line = np.full(120, 100, np.float32)
+    surfaces = {"ilm": {2: line}, "bm": {4: line, 2: line}, "ez": {6: line}}
+    by_hand = Corrections("", found.model, found.volume.shape, "", "p7", "", "", surfaces, {}, frozenset({8}))
+    row = row_of(replace(found, corrections=by_hand, axial_length_mm=26.57))
+    assert (row["corrected_bscans"], row["checked_bscans"], row["corrected_participant"]) == ("4", "3", "p7")
+    assert row["axial_length_mm"] == "26.57"
+
+
+def test_a_zone_that_was_not_measured_is_not_called_withheld():
+    found = found_in()
+    cut = {name: np.where(np.arange(25)[:, None] < 6, np.nan, rows) for name, rows in found.surfaces.items()}
+    row = row_of(replace(found, surfaces=cut))
+    assert row["withheld"] == "" and "less than 90% measured: outer superior" in row["zones_note"]
+    assert same_millimetres(
+        {"zones_note": "", "axial_length_mm": "26,5"}, {"zones_note": "", "axial_length_mm": "26.5"}
+    )
 
 
 def test_blank_zones_are_explained():

@@ -139,6 +139,25 @@ def test_dark_or_lost_bscans_are_counted_and_a_scan_is_refused_where_most_are(sc
     assert verdict.codes == ("blinked",) and verdict.reasons[0].startswith("6 of 10 B-scans") and not verdict.parts
 
 
+def test_what_was_found_in_lost_bscans_counts_in_no_other_measure(scan):
+    """Lines across a blink may lie anywhere: too thick, wavy or cut off."""
+    volume, found = scan
+    voxels, lost = volume.voxels.copy(), np.isin(np.arange(D), (0, 1, 2, 4, 5, 9))
+    voxels[4:6] //= 16
+    found.present[[0, 1, 2, 9]] = 0
+    found.rows[0, lost] -= 120
+    found.rows[-1, 4, ::2] += 150
+    found.rows[:, 5, : W // 2] = np.nan
+    found.near[0, lost], found.spread_um[0, lost] = 0.5, 90
+    measures = measure(replace(volume, voxels=voxels), found)
+    parts = {name: getattr(found, name)[:, ~lost] for name in ("rows", "spread_um", "near")}
+    parts |= {name: getattr(found, name)[~lost] for name in ("disorder_um", "present", "lesions")}
+    others = measure(replace(volume, voxels=voxels[~lost]), replace(found, **parts))
+    assert (measures.lost, others.lost) == (6, 0)
+    for name in ("clipped", "thickness_um", "doubtful"):
+        assert getattr(measures, name) == pytest.approx(getattr(others, name)), name
+
+
 def test_dark_images_and_images_without_contrast_are_refused(scan):
     volume, found = scan
     assert "dark" in codes(replace(volume, voxels=volume.voxels // 16), found)
@@ -146,6 +165,17 @@ def test_dark_images_and_images_without_contrast_are_refused(scan):
     assert codes(replace(volume, voxels=noise), found) == ("dark",), "not inverted as well"
     deep = replace(volume, voxels=volume.voxels.astype(np.uint16) * 16, full_scale=16 * 255)
     assert codes(deep, found) == ()
+    assert measure(deep, found).levels == pytest.approx(measure(volume, found).levels)
+
+
+def test_contrast_is_that_to_the_vitreous_within_a_quarter_of_the_frame_above_the_retina(scan):
+    """A bright membrane or reflection far above it says nothing."""
+    volume, found = scan
+    voxels = volume.voxels.copy()
+    voxels[:, : 200 - H // 4] += 90
+    vitreous, retina = voxels[:, 200 - H // 4 + 1 : 197].astype(float), voxels[:, 201:277].astype(float)
+    expected = (retina.mean() - vitreous.mean()) / vitreous.std()
+    assert measure(replace(volume, voxels=voxels), found).contrast == pytest.approx(expected, rel=0.02)
 
 
 def test_images_of_inverted_grey_levels_are_refused(scan):
@@ -355,7 +385,7 @@ def test_signs_of_an_optic_disc_are_unsure_outer_layers_below_a_sure_ilm():
     x, y = np.meshgrid(np.linspace(-3, 3, 120), np.linspace(-3, 3, 25))
     here = np.hypot(x, y) < 0.9
 
-    def seen(ilm: float = 0.98, outer: float = 0.5, present: float = 0.6, disorder_um: float = 20.0) -> bool:
+    def seen(ilm: float = 0.98, outer: float = 0.7, present: float = 0.6, disorder_um: float = 20.0) -> bool:
         near, there, disorder = layers.near.copy(), layers.present.copy(), layers.disorder_um.copy()
         near[0, here], near[5:8, here], there[here], disorder[here] = ilm, outer, present, disorder_um
         return shows_disc(replace(layers, near=near, present=there, disorder_um=disorder), place, (0.0, 0.0))
@@ -363,22 +393,28 @@ def test_signs_of_an_optic_disc_are_unsure_outer_layers_below_a_sure_ilm():
     assert seen()
     assert not seen(present=1.0) and not seen(outer=0.9) and not seen(ilm=0.6) and not seen(disorder_um=1.0)
     assert not shows_disc(layers, place, (0.0, 0.0)) and not shows_disc(layers, place, (50.0, 0.0))
+    near, there, disorder = layers.near.copy(), layers.present.copy(), layers.disorder_um.copy()
+    here = np.hypot(x - 1.8, y) < 0.9
+    near[5:8, here], there[here], disorder[here] = 0.5, 0.6, 20.0
+    beside = replace(layers, near=near, present=there, disorder_um=disorder)
+    assert shows_disc(beside, place, (1.8, 0.0)) and not shows_disc(beside, place, (0.0, 1.8))
 
 
 def test_a_wide_field_is_believed_where_the_disc_is_seen_at_its_place(scan):
     """A field of 6 mm whose lateral millimetres are doubled has no disc 4.5 mm from its middle."""
     volume, found = scan
 
-    def codes_with_disc(at_mm: float, field_mm: float = 12.0) -> tuple[str, ...]:
-        wide = replace(volume, spacing_mm=(0.9, 0.0039, field_mm / W))
+    def codes_with_disc(at_mm: float, field_mm=12.0, bscans=slice(4, 6), dz=0.9) -> tuple[str, ...]:
+        wide = replace(volume, spacing_mm=(dz, 0.0039, field_mm / W))
         near, present, disorder = found.near.copy(), found.present.copy(), found.disorder_um.copy()
         here = np.abs((np.arange(W) - W / 2) * field_mm / W - at_mm) < 0.8
-        near[5:8, 4:6, here], present[4:6, here], disorder[4:6, here] = 0.3, 0.5, 40.0
+        near[5:8, bscans, here], present[bscans, here], disorder[bscans, here] = 0.3, 0.5, 40.0
         return codes(wide, replace(found, near=near, present=present, disorder_um=disorder))
 
     assert codes_with_disc(4.5) == codes_with_disc(-4.5) == ()
     assert codes_with_disc(2.0) == ("wide_field",), "in the middle nothing shows the scale"
     assert codes_with_disc(4.5, 13.0) == ("wide_field",), "not tested"
+    assert codes_with_disc(4.5, bscans=slice(4, 5), dz=0.3) == ("wide_field",), "a disc is as high as it is wide"
     line = replace(volume, voxels=volume.voxels[:1], spacing_mm=(0.9, 0.0039, 12 / W), layout="line")
     one = replace(found, rows=found.rows[:, :1], spread_um=found.spread_um[:, :1], near=found.near[:, :1])
     one = replace(one, disorder_um=one.disorder_um[:1], present=one.present[:1], lesions=one.lesions[:1])

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import CheckpointError, Preempted
+from octfm.io.hashing import keyed_hash
 from octfm.pretraining import pretrain as loop
 from octfm.pretraining.resume import PRETRAINING, retention
 from octfm.pretraining.run_state import Rollback, RunState
@@ -319,6 +320,45 @@ def test_retention_keeps_the_last_the_first_of_every_interval_and_the_best():
     assert kept == [3000, 4500, 6000, 9000, 9500, 10_000]
     assert Retention(3).surplus(found, ()) == found[:-3]
     assert Retention(3).surplus(found[:2], ()) == []
+
+
+def test_the_newest_checkpoint_is_that_of_most_updates_in_either_place_whatever_the_dates(tmp_path):
+    """Copying a run gives new dates, and a number of nine digits sorts before one of eight."""
+    run, second = tmp_path / "run", tmp_path / "second"
+    steps = {run / "checkpoints": (7, 99_999_999, 10), second: (10, 100_000_000, 12)}
+    for folder, own in steps.items():
+        folder.mkdir(parents=True)
+        for age, step in enumerate(own):
+            path = folder / checkpoint_files.name_of(step)
+            path.write_text("")
+            os.utime(path, (1e9 - age, 1e9 - age))
+        assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(folder)] == sorted(own)
+    (second / "step-000000099.pt").write_text("")  # a name with a digit too many is somebody else's
+    (run / "run.json").write_text(json.dumps({"second_destination": str(second)}))
+    found = checkpoint_files.everywhere(run)
+    assert [checkpoint_files.step_of(p) for p in found] == [7, 10, 12, 99_999_999, 100_000_000]
+    assert found[1].parent == run / "checkpoints", "of two alike that of the run"
+    assert checkpoint_files.newest(run) == second / "step-100000000.pt"
+
+
+def test_people_of_a_run_and_of_those_before_it_are_known_by_every_spelling_and_key():
+    """Checkpoints of earlier versions have hashes of ids as they were spelt."""
+    before = {"key": "b", "hashes": [keyed_hash("P-0002", "b")]}
+    of = {"key": "a", "hashes": checkpoint.participant_hashes(["P001"], "a"), "before": [before]}
+    known = checkpoint.recogniser(of)
+    assert [known(who) for who in ("P001", "p-1", "P-0002", "P003")] == [True, True, True, False]
+    assert checkpoint.keys_are_known(of)
+    assert not checkpoint.keys_are_known(of | {"before": [before | {"key": None}]})
+    assert checkpoint.keys_are_known(of | {"before": [{"key": None, "hashes": []}]})
+
+
+def test_a_copy_for_a_checkpoint_stays_and_its_checksum_knows_types_and_shapes():
+    weights = torch.zeros(2, 3)
+    copy = checkpoint.snapshot({"model": [weights]})
+    weights.add_(1)
+    assert not copy["model"][0].any()
+    same_bytes = (weights, weights.reshape(3, 2), weights.view(torch.int32), weights.reshape(6))
+    assert len({checkpoint.checksum({"model": tensor}) for tensor in same_bytes}) == 4
 
 
 def test_a_checkpoint_is_sound_if_it_is_one_and_nothing_was_wrong_shortly_before(tmp_path):

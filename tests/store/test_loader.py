@@ -13,8 +13,9 @@ from octfm.errors import ConfigError, StoreError
 from octfm.models.token_map import TooFewTokens
 from octfm.store.loader import DataConfig, Loader, accumulation, microbatches
 from octfm.store.order import Order
-from octfm.store.selection import select
+from octfm.store.selection import evenly, select, to_evaluate
 from octfm.store.store import Store
+from support.small_store import edit_rows, small_store
 from support.store_samples import SCANNERS, write_store
 from support.waiting import planted_delay, wait_until
 
@@ -438,3 +439,36 @@ def test_a_store_travels_to_spawned_workers(store):
     tasks = [(store, rank, step) for rank in (0, 1) for step in (0, 3)]
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         assert pool.map(batch_of, tasks) == [batch_of(task) for task in tasks]
+
+
+def test_a_sample_is_of_the_same_acquisitions_in_whatever_order_a_store_was_prepared(tmp_path):
+    stores = [small_store(tmp_path / str(backwards), backwards=backwards) for backwards in (False, True)]
+    for most in (3, 7, (2, 1)):
+        scanners = SCANNERS[:2] if isinstance(most, tuple) else ()
+        chosen = [select(store, None, scanners, most) for store in stores]
+        names = [{store.rows[i].acquisition for i in rows} for store, rows in zip(stores, chosen, strict=True)]
+        assert names[0] == names[1] != {row.acquisition for row in stores[0].rows[: len(names[0])]}
+        assert all((np.diff(rows) > 0).all() for rows in chosen)
+
+
+def test_only_rasters_of_structure_are_taken_unless_others_are_asked_for(tmp_path):
+    kinds = [(layout, modality) for layout in ("raster", "radial", "line") for modality in ("structure", "octa")]
+    small_store(tmp_path)
+    edit_rows(tmp_path, lambda row: dict(zip(("layout", "modality"), kinds[row.index % 6], strict=True)))
+    store = Store.open(tmp_path)
+    assert {kinds[i % 6] for i in select(store, None)} == {("raster", "structure")}
+    for layouts, modalities in ((("raster", "radial"), ("structure",)), (("line",), ("structure", "octa"))):
+        chosen = select(store, None, layouts=layouts, modalities=modalities)
+        assert chosen.tolist() == [i for i in range(24) if kinds[i % 6][0] in layouts and kinds[i % 6][1] in modalities]
+    assert {row.modality for row in to_evaluate(store, echo=lambda _: None).rows} == {"structure"}
+    octa = to_evaluate(store, None, ("octa",), lambda _: None)
+    assert {row.modality for row in octa.rows} == {"octa"}
+    exclude = tmp_path / "exclude.txt"
+    exclude.write_text(octa.rows[0].participant)
+    left = {row.participant for row in to_evaluate(store, exclude, ("octa",), lambda _: None).rows}
+    assert left == {row.participant for row in octa.rows} - {octa.rows[0].participant}
+
+
+def test_rows_are_taken_evenly_from_the_first_to_the_last():
+    rows = np.arange(100, 160)
+    assert evenly(rows, 4).tolist() == [100, 119, 139, 159] and np.array_equal(evenly(rows, 99), rows)

@@ -21,6 +21,9 @@ from octfm.encoder.tokens import token_features
 from octfm.encoder.tuned import load_tuned
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, OctfmError
 from octfm.evaluation.arms import covariates
+from octfm.evaluation.cases import Cases, Target
+from octfm.evaluation.scoring import Predictions
+from octfm.io.parquet import from_parquet
 from octfm.models.heads import CrossAttentionPool, MeanPool, TaskHead, add_low_rank
 from octfm.report.leaderboard import write_leaderboard
 from octfm.report.sources import gather
@@ -32,7 +35,7 @@ from octfm.store.store import Store
 from octfm.tasks import finetune as module
 from octfm.tasks.finetune import find_task, finetune
 from octfm.tasks.finetune_settings import FinetuneConfig
-from octfm.tasks.predictions import read_predictions
+from octfm.tasks.predictions import read_predictions, write_predictions
 from octfm.trust.leaderboard import _tuned, leaderboard, to_csv, to_markdown
 from octfm.trust.report import trust
 from support.command_line import invoke
@@ -328,6 +331,55 @@ def test_token_features_are_aligned_by_id_never_by_order(run, store, tmp_path):
     assert len(list(tmp_path.glob("tokens-*.npy"))) == 2
     with pytest.raises(EvaluationError, match="set tokens_per_volume="):
         token_features(encoder, store, tmp_path, per_volume=400, max_gb=1e-6)
+
+
+def test_predictions_come_back_to_the_rows_that_they_were_made_for(store, tmp_path):
+    """In another order of tests, from a file that names acquisitions, of cases that are a part of a store."""
+    rng, data = np.random.default_rng(0), of_store(store)
+    rows = np.sort(rng.choice(len(store), 15, replace=False))
+    label = rng.integers(0, 3, 15)
+    cases = Cases(Target("grade", "grade", "acquisition"), rows, label, GRADES, data.participant[rows],
+                  data.acquisition[rows], "acquisition", 0, ordered=True)  # fmt: skip
+    said = Predictions(rng.permutation(15)[:9], rng.normal(size=(9, 3)), None, rng.normal(size=9))
+    prior = np.log([0.5, 0.3, 0.2])
+    write_predictions(tmp_path / "p.parquet", store, cases, prior, said, {}, 7, 2)
+    table = read_predictions(tmp_path / "p.parquet")
+    order = rng.permutation(9)
+    again = table.for_cases(cases, data, said.rows[order])
+    np.testing.assert_array_equal(again.value, said.value[order])
+    np.testing.assert_array_equal(again.grade, said.grade[order])
+    np.testing.assert_array_equal(again.log_prior, np.tile(prior, (9, 1)))
+    for place, row in zip(said.rows, from_parquet(tmp_path / "p.parquet").to_pylist(), strict=True):
+        own = store.rows[rows[place]]
+        assert (row["acquisition"], row["participant"], row["scanner"]) == (
+            own.acquisition,
+            own.participant,
+            own.scanner,
+        )
+        assert row["label"] == GRADES[label[place]] and row["predicted"] == GRADES[int(np.argmax(row["value"]))]
+    with pytest.raises(EvaluationError, match="the order of fine-tuning and --order here must agree"):
+        table.for_cases(replace(cases, classes=GRADES[::-1]), data, said.rows)
+
+
+def test_few_token_features_are_drawn_from_all_tissue_and_kept_by_volume_and_number(run, store, tmp_path):
+    encoder = load_encoder(run)
+    rows = np.arange(len(store))
+    own, tissue = encoder.tissue_tokens(store.read(rows))
+    few, more = (token_features(encoder, store, tmp_path, per_volume=n) for n in (6, 9))
+    places = np.zeros(tissue.shape[1], int)
+    for features, count in ((few, 6), (more, 9)):
+        tokens, counts = features.take([row.acquisition for row in store.rows])
+        assert tokens.shape == (len(store), count, encoder.width) and counts.all()
+        for i in rows:
+            apart = np.abs(own[i][None] - tokens[i][:, None]).max(-1)
+            nearest = apart.argmin(1)
+            assert apart.min(1).max() < 5e-3 and tissue[i][nearest].all() and len({*nearest}) == count
+            places[nearest] += 1
+    assert (places[np.flatnonzero(tissue.any(0))[-len(places) // 3 :]] > 0).any(), "not the first ones"
+    other = small_store(tmp_path / "other", splits=("train",) * 12)
+    assert [row.acquisition for row in other.rows] == [row.acquisition for row in store.rows]
+    again = token_features(encoder, other, tmp_path, per_volume=6)
+    assert not np.allclose(again.tokens[2], few.tokens[2]), "of a store of other voxels"
 
 
 def test_token_features_have_their_room_before_they_are_computed(run, store, tmp_path, monkeypatch):

@@ -92,6 +92,12 @@ def test_surfaces_and_masks_are_found_on_unseen_participants(run, store, tmp_pat
         for name in ("random_init", "voxels"):
             assert found["ilm", name] != found["ilm", "pretrained"], "an encoder of its own"
         assert all(c["low"] is None for c in result["comparisons"]), "two test participants are no interval"
+        differences = {(c["target"], c["b"]): c["difference"] for c in result["comparisons"] if c["planned"]}
+        assert len(differences) == len(result["comparisons"]) and differences == {
+            (target, name): found[target, "pretrained"] - other
+            for (target, name), other in found.items()
+            if name != "pretrained"
+        }
         assert any("fluid" in line for line in summary_lines(result))
         with pytest.raises(CheckpointError, match="holds a finished segmentation"):
             segment(settings(run, store), tmp_path / "seg", echo=quiet)
@@ -268,6 +274,11 @@ def test_the_mean_surface_has_its_mean_row_where_no_training_volume_has_one(stor
     predict = mean_height(load(SegmentConfig, {"surfaces": ["ilm"]}), store[0], [Labelled(rows, None)])
     full = mean_height(load(SegmentConfig, {"surfaces": ["ilm"]}), store[0], [Labelled(np.full_like(rows, 9), None)])
     np.testing.assert_allclose(predict(0).surfaces["ilm"], full(0).surfaces["ilm"])
+    # Elsewhere it is the mean over the volumes that have one.
+    two = [Labelled(rows, None), Labelled(np.where(np.isnan(rows), 5, 3).astype(np.float32), None)]
+    mean = mean_height(load(SegmentConfig, {"surfaces": ["ilm"]}), store[0], two)
+    one = mean_height(load(SegmentConfig, {"surfaces": ["ilm"]}), store[0], [Labelled(np.where(np.isnan(rows), 5, 6), None)])  # fmt: skip
+    np.testing.assert_allclose(mean(0).surfaces["ilm"], one(0).surfaces["ilm"])
 
 
 def test_seen_participants_and_absent_truth_are_refused(run, store, tmp_path):
@@ -302,6 +313,12 @@ def test_a_person_in_two_splits_is_refused_and_fewer_volumes_to_learn_from_are_t
     with pytest.raises(StoreError, match=f"{first.participant} is in split train and in test"):
         segment(settings(run, store, store=str(folder)), tmp_path / "seg", echo=quiet)
     whole = _rows(store[0], settings(run, store))
+    trained = {store[0].rows[i].split for i in whole["train"]}
+    assert trained == {"train", "val"} and {store[0].rows[i].split for i in whole["test"]} == {"test"}
+    nowhere = shutil.copytree(store[0].path, tmp_path / "nowhere")
+    edit_rows(nowhere, lambda row: {"split": None} if row.participant == store[0].rows[0].participant else {})
+    others = _rows(Store.open(nowhere), settings(run, store))["train"]
+    assert others == [i for i in whole["train"] if store[0].rows[i].participant != store[0].rows[0].participant]
     for most in (1, 2, 5, 10**6):
         some = _rows(store[0], settings(run, store, max_volumes=most))
         assert some["test"] == whole["test"] and len(some["train"]) == min(most, len(whole["train"]))

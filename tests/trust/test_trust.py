@@ -235,6 +235,7 @@ def test_a_scanner_in_the_vectors_is_found(cohort):
         row(around, encoder="run", target="scanner")["low"]
         > row(around, encoder="run", target="scanner")["chance"] + 0.2
     )
+    assert next(c for c in around["comparisons"] if c["target"] == "scanner")["verdict"] == "worse"
 
 
 def test_the_same_eye_is_found_and_agrees_as_far_as_the_vectors_know_it(cohort):

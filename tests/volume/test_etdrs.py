@@ -148,6 +148,14 @@ def test_a_zone_is_too_sparse_where_its_own_bscans_are_too_far_apart():
     assert grid.bscans_per_mm == pytest.approx(58 / 8.5)
 
 
+@pytest.mark.parametrize(("apart_mm", "sparse"), [(0.5, []), (0.52, ["centre"]), (0.76, ["centre", *ZONES[1:5]])])
+def test_evenly_spaced_bscans_are_too_far_apart_from_a_little_above_the_limit_of_a_ring(apart_mm, sparse):
+    """Single distances may exceed it by a tenth, but not their mean."""
+    count = round(6.6 / apart_mm) + 1
+    field = field_of((count, 64), (apart_mm, 0.004, 0.11), True)
+    assert measure_around((0.0, 0.0), np.full((count, 64), 300.0), field, "R").too_sparse == sparse
+
+
 def test_a_flat_retina_is_measured_around_the_devices_centre_or_the_scans():
     thickness, field = horizontal()
     flat = np.full_like(thickness, 300.0)
@@ -281,3 +289,30 @@ def test_bscans_out_of_order_are_refused():
     mixed = np.random.default_rng(0).permutation(12)
     with pytest.raises(ValueError, match="order of their positions"):
         field_of((12, 40), (0.5, 0.004, 0.15), True, Lines(lines.start[mixed], lines.end[mixed]))
+
+
+@pytest.mark.parametrize("angle", [0.0, 0.7])
+def test_a_field_is_the_same_whether_a_file_states_the_edges_or_the_middles_of_outer_a_scans(angle):
+    """Its middle is that of its extent, however unevenly B-scans lie in it."""
+    middles = raster(angle, 9, 60, 5.9, backwards=False)
+    along = np.array([np.cos(angle), np.sin(angle)])
+    edges = Lines(middles.start - 0.05 * along, middles.end + 0.05 * along)
+    one, other = (field_of((9, 60), (0.7375, 0.004, 0.1), True, lines) for lines in (middles, edges))
+    for bscan, ascan in ((0, 0), (8, 59), (3, 20)):
+        at = middles.start[bscan] + along * 0.1 * ascan
+        assert one.to_mm(bscan, ascan) == pytest.approx(at) and other.to_mm(bscan, ascan) == pytest.approx(at)
+    scale = (30.0 - 1.82) / (24.46 - 1.82)
+    for lines in (middles, edges):
+        longer = field_of((9, 60), (0.7375, 0.004, 0.1), True, lines, axial_length_mm=30.0)
+        assert longer.to_mm(3, 20) == pytest.approx(scale * (middles.start[3] + 2.0 * along))
+    few = [0, 1, 2, 8]
+    shifted = Lines(middles.start[few] + np.array([0, 0, 0, 0.4])[:, None] * along, middles.end[few] + np.array([0, 0, 0, 0.4])[:, None] * along)  # fmt: skip
+    assert field_of((4, 60), (0.7375, 0.004, 0.1), True, shifted).centre == pytest.approx(0.1 * along, abs=1e-6)
+
+
+def test_a_volume_is_the_mean_of_what_was_measured_over_the_whole_circle():
+    """A tenth of the circle less than LEAST_COVERED blanks it; a gap in a flat retina does not make it smaller."""
+    thickness, field = np.full((61, 61), 250.0), field_of((61, 61), (0.11, 0.004, 0.11), True)
+    thickness[20:24, 10:16] = np.nan
+    grid = measure_around((0.0, 0.0), thickness, field, "R")
+    assert grid.volume_mm3 == pytest.approx(0.25 * np.pi * 3**2) and min(grid.coverage.values()) < 1
