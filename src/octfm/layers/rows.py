@@ -61,7 +61,7 @@ def row_of(found: ScanSegmentation, device: DeviceGrid | str | None = None) -> d
     )
     if found.corrections is not None:
         row["corrected_bscans"] = str(len(found.corrections.touched))
-        # Zones count as checked only where somebody has looked at both of their lines.
+        # Zones count as checked where somebody has checked the B-scan, or corrected one of their two lines.
         row["checked_bscans"] = str(found.corrections.trusted("ilm", "bm").sum())
         row["corrected_participant"] = found.corrections.participant
     for name in MASKS:
