@@ -181,7 +181,7 @@ def test_scan_fails_on_too_many_rejects_but_still_writes_everything(clinic, cata
         "skipped files count on neither side"
     )
     code, _, err = octfm_here(
-        "scan", clinic, "--out", "a", "--max-reject", f"{share - 0.01:.3f}", "--no-images", cwd=tmp_path
+        "scan", clinic, "--out", "a", "--max-reject", f"{share - 0.01:.3f}", "--no-images", "--workers", 0, cwd=tmp_path
     )
     assert (
         code == 1 and err.count("\n") == 1 and err.startswith("octfm: ") and f"({share:.1%}), expected at most" in err
@@ -194,7 +194,18 @@ def test_scan_fails_on_too_many_rejects_but_still_writes_everything(clinic, cata
     ]
     assert "too many rejects" in (tmp_path / "a" / "data_health.html").read_text()
     assert (
-        octfm_here("scan", clinic, "--out", "b", "--max-reject", f"{share + 0.01:.3f}", "--no-images", cwd=tmp_path)[0]
+        octfm_here(
+            "scan",
+            clinic,
+            "--out",
+            "b",
+            "--max-reject",
+            f"{share + 0.01:.3f}",
+            "--no-images",
+            "--workers",
+            0,
+            cwd=tmp_path,
+        )[0]
         == 0
     )
     assert octfm_here("scan", clinic, "--max-reject", "20", cwd=tmp_path)[0] == 2

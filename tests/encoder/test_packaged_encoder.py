@@ -290,6 +290,7 @@ def test_a_run_becomes_the_packaged_encoder_the_same_bytes_every_time(taught, tm
     assert load_encoder(exported).digest == whole.digest == load_encoder(taught).digest
 
 
+@pytest.mark.slow
 def test_a_packaged_encoder_names_no_folder_that_its_run_began_with(taught, tmp_path):
     settings = stored_config(checkpoint.load(checkpoint.newest(taught))["config"])
     model = settings.model.model_copy(update={"init": str(taught)})

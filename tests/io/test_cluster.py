@@ -59,6 +59,7 @@ for address in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_an_address_that_dask_cannot_use_is_an_error_before_dask_begins():
     """Else dask says so in a traceback at the end of the process."""
     addresses = ["nan", "127.0.0.1:9", "tcp://127.0.0.1", "ftp://a:1", "tls://127.0.0.1:9"]

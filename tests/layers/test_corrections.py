@@ -935,8 +935,10 @@ def test_corrected_numbers_are_labels_that_finetune_learns(tmp_path, monkeypatch
 
     people, splits = tmp_path / "people.csv", ("train",) * 7 + ("val",) * 2 + ("test",) * 4
     people.write_text("pid,set\n" + "".join(f"P{number},{split}\n" for number, split in enumerate(splits)))
-    catalog = octfm.scan(tmp_path / "clinic", participants=people, columns={"participant": "pid", "split": "set"})
-    store = octfm.prepare(catalog, tmp_path / "prepared", small_preprocessing(), progress=False)
+    catalog = octfm.scan(
+        tmp_path / "clinic", participants=people, columns={"participant": "pid", "split": "set"}, workers=0
+    )
+    store = octfm.prepare(catalog, tmp_path / "prepared", small_preprocessing(), progress=False, workers=0)
     run = quick_pretrain(pretrain_config(steps=2), store, tmp_path / "run", echo=quiet)
     config = finetune_settings(run, store, table, target="centre_um", order=[], epochs=2, batch_size=2)
     predicted = read_table_of_predictions(finetune(config, tmp_path / "tuned", echo=quiet) / "predictions.parquet")
