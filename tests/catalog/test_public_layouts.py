@@ -300,6 +300,7 @@ def test_volumes_of_public_sets_of_glaucoma_are_read_with_their_labels(tmp_path,
     found = {a.uri.split("/")[-1]: (a.participant, a.participant_labels) for a in again.acquisitions}
     assert {name: who for name, (who, _) in found.items()} == {name: name.removesuffix(".npz") for name in names}
     assert [found[name][1]["label"] for name in names] == stages and found[names[0]][1]["male"] == "1"
+    assert "file" not in found[names[0]][1], "a path is no label of a person"
 
     (tmp_path / "POAG").mkdir()
     for name in ("POAG-001978-2012-02-08-OS", "POAG-001978-2013-01-09-OD", "Normal-000012-2012-02-08-OD"):

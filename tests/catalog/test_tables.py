@@ -295,17 +295,22 @@ def test_millimetres_with_decimal_commas_are_read_or_refused(tmp_path, columns, 
         assert (row.spacing_mm, row.spacing_source) == ((0.12, 0.0039, 0.0115), "table")
 
 
-def test_an_age_with_a_decimal_comma_is_a_number(tmp_path):
-    """Else the covariates, which an encoder has to beat, know fewer ages."""
+def test_ages_and_labels_with_decimal_commas_are_numbers(tmp_path):
+    """Else the covariates, which an encoder has to beat, know fewer ages, and measurements become classes."""
     for name in "abc":
         np.save(tmp_path / f"{name}.npy", telling_voxels(shape=(4, 32, 36)) + np.uint8(ord(name) - 97))
-    files = table_of(tmp_path / "files.csv", "file;participant\na.npy;1,5\nb.npy;2,5\nc.npy;3,5\n")
+    rows = "a.npy;1,5;305,5;0,0\nb.npy;2,5;299;0\nc.npy;3,5;;\n"  # a thickness of 0 states none
+    files = table_of(tmp_path / "files.csv", f"file;participant;label;slice_thickness\n{rows}")
     people = table_of(
         tmp_path / "people.csv", "participant;age;cst;dx\n1,5;63,5;1,234;a,b\n2,5;70;2,100;c\n3,5;n/a;;c\n"
     )
     catalog = scan(tmp_path, table=files, participants=people, nominal_spacing_mm=(0.2, 0.005, 0.02), workers=0)
-    known = [[a.participant, *map(a.participant_labels.get, ("age", "cst", "dx"))] for a in catalog.acquisitions]
-    assert known == [["1,5", "63.5", "1,234", "a,b"], ["2,5", "70", "2,100", "c"], ["3,5", "n/a", "", "c"]]
+    columns = ("label", "age", "cst", "dx")
+    assert [(a.participant, *map(a.participant_labels.get, columns)) for a in catalog.acquisitions] == [
+        ("1,5", "305.5", "63.5", "1,234", "a,b"),
+        ("2,5", "299", "70", "2,100", "c"),
+        ("3,5", None, "n/a", "", "c"),
+    ]
 
 
 def test_tables_that_fit_none_of_the_files_are_refused(clinic):

@@ -286,6 +286,8 @@ def test_a_row_says_that_a_copy_contradicts_its_eye_or_label(tmp_path):
             store = run([first, copy], tmp_path / str(number), workers=0)
             assert [row.found for row in store.rows] == [found]
         assert ("but with" in store.unprepared()[0].sentence) == bool(found)
+        corrected = replace(first, sop_instance_uid="1.2.3.77")
+        assert run([first, corrected], tmp_path / str(number), workers=0).rows[0].found == ()
 
 
 def test_what_cannot_be_reused_is_refused_before_anything_is_written(tmp_path):

@@ -113,6 +113,17 @@ def test_layers_across_another_axis_than_rows_are_named(order, eyes):
             assert doubtful_way_up(replace(volume, voxels=voxels), 0.8, flags=("declared_upright",)) == ()
 
 
+def test_a_scan_that_was_ended_early_is_not_taken_for_en_face_images():
+    rng = np.random.default_rng(0)
+    for scanner in ("topcon_triton", "heidelberg_spectralis"):
+        volume, _ = phantom_volume(3, size=SIZE, scanner=scanner, diagnosis="dme", severity=1.0)
+        for rest in (np.zeros_like(volume.voxels), rng.integers(0, 30, SIZE, dtype=np.uint8)):
+            for imaged in (1, 2, 4):
+                voxels = np.concatenate([volume.voxels[:imaged], rest[imaged:]])
+                assert layered_axis(voxels) == 1
+    assert layered_axis(np.zeros(SIZE, np.uint8)) == 1
+
+
 def test_a_real_retina_lies_across_its_rows(real_data):
     for name in ("medvisbonn_amd_spectralis_145", "macular_hole_49"):
         voxels = np.load(real_data / f"{name}.npz")["volume"]

@@ -139,11 +139,13 @@ class Columns:
                 raise TableError(f"{where}: no column {column} for {name}; {nearest(column, known, 'columns')}")
 
     def labels(self, row: Mapping[str, str]) -> dict[str, str]:
-        """All other columns of a person's row, under AI-READI's names, without direct identifiers."""
+        """Other columns of a person's row, under AI-READI's names, without names of files and direct identifiers."""
         names = {column: FIELDS[name][0] for name, column in self.of_field.items()}
         if "split" not in self.of_field and parse_split(row.get("split", "")) and not row.get("recommended_split"):
             row = {c: v for c, v in row.items() if c != "split"} | {"recommended_split": row["split"]}
-        ids = {self.of_field["participant"]} if "participant" in self.of_field else set(FIELDS["participant"])
+        # One table may be given for files and for participants.
+        named = ("participant", "file", "sop_instance_uid")
+        ids = {c for name in named for c in ([self.of_field[name]] if name in self.of_field else FIELDS[name])}
         return {
             names.get(column, column): value
             for column, value in row.items()

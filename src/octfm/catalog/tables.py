@@ -140,16 +140,25 @@ def read_own_tables(
                 f"{perhaps}; --participants TABLE takes all that is known about a person"
             )
         listed = Listed.of(root, found)
-        for row in files:
-            _add_file(row, columns, tables, root, table, listed)
+        labelled = [{FIELDS[name][0]: cell for name in OF_FILES if (cell := columns.value(row, name))} for row in files]
+        _read_decimal_commas(labelled)
+        for row, labels in zip(files, labelled, strict=True):
+            entry = replace(_manifest_row(row, columns), labels=labels)
+            _add_file(row, entry, columns, tables, root, table, listed)
     if participants is not None:
         _add_participants(people, columns, tables, participants)
     return tables
 
 
-def _add_file(row: Row, columns: Columns, tables: Tables, root: Location, table: Location, present: "Listed") -> None:
-    labels = {FIELDS[name][0]: value for name in OF_FILES if (value := columns.value(row, name))}
-    entry = replace(_manifest_row(row, columns), labels=labels)
+def _add_file(
+    row: Row,
+    entry: ManifestRow,
+    columns: Columns,
+    tables: Tables,
+    root: Location,
+    table: Location,
+    present: "Listed",
+) -> None:
     if not may_be_an_eye(entry.laterality):
         raise TableError(
             f"{table}: line {row.line}: laterality is {entry.laterality!r}; "
@@ -164,7 +173,7 @@ def _add_file(row: Row, columns: Columns, tables: Tables, root: Location, table:
         ("slice_thickness", entry.slice_thickness_mm, "one number in mm"),
     ):
         # A thickness of 0 states none.
-        if (text := stated(columns.value(row, name))) and not read and as_number(text) != 0:
+        if (text := stated(columns.value(row, name))) and not read and as_number(_with_points(text)) != 0:
             raise TableError(f"{table}: line {row.line}: {name} is {text!r}; expected {expected}, or nothing")
     listed = columns.value(row, "file")
     if entry.sop_instance_uid and "file" not in columns.of_field and not row.get("filepath"):
@@ -288,12 +297,7 @@ def _manifest_row(row: Mapping[str, str], columns: Columns) -> ManifestRow:
 def _add_participants(rows: Sequence[Row], columns: Columns, tables: Tables, path: Location) -> None:
     spelt: dict[str, str] = {}
     labelled = [columns.labels(row) for row in rows]
-    for column in dict.fromkeys(column for labels in labelled for column in labels):
-        with suppress(ValueError):  # thousands, or decimals: they stay as they are
-            cells = with_points([labels.get(column, "") for labels in labelled])
-            for labels, cell in zip(labelled, cells, strict=True):
-                if cell and "," in labels[column]:
-                    labels[column] = cell
+    _read_decimal_commas(labelled)
     for row, labels in zip(rows, labelled, strict=True):
         participant = clean_id(columns.value(row, "participant"))
         if not participant:
@@ -315,6 +319,16 @@ def _add_participants(rows: Sequence[Row], columns: Columns, tables: Tables, pat
                     "person, and labels of eyes or visits to octfm probe --labels"
                 )
             known[column] = known.get(column) or value
+
+
+def _read_decimal_commas(labelled: Sequence[dict[str, str]]) -> None:
+    """Replace decimal commas by points in labels that are numbers in all rows, by column."""
+    for column in dict.fromkeys(column for labels in labelled for column in labels):
+        with suppress(ValueError):  # thousands, or decimals: they stay as they are
+            cells = with_points([labels.get(column, "") for labels in labelled])
+            for labels, cell in zip(labelled, cells, strict=True):
+                if cell and "," in labels[column]:
+                    labels[column] = cell
 
 
 def _with_points(text: str) -> str:

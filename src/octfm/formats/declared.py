@@ -292,8 +292,9 @@ def doubtful_way_up(
         looks = "like en face images: layers follow from image to image" if axis == 0 else "turned by 90 degrees"
         raise ReadError(
             "unknown_axes",
-            f"{volume.source}: its B-scans look {looks}; save an array as [B-scan, axial, lateral], or declare "
-            '"axes" in a sidecar next to it (H is axial); if they are right, declare "upside_down": false',
+            f"{volume.source}: its B-scans look {looks}; save it as [B-scan, axial, lateral], or declare "
+            '"axes" in a sidecar next to it (of an array, NIfTI or MetaImage; H is axial); if its B-scans are right, '
+            'declare "upside_down": false there',
         )
     if up == "unclear":
         return ("way_up_unclear",)

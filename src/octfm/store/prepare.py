@@ -248,7 +248,10 @@ def _write(outcomes: Iterator[StoreRow | Unprepared], tasks: Sequence["_Task"], 
         yield isinstance(outcome, StoreRow)
     # All at once, since each change writes every row. After a kill the next call tries copies again, and gets here.
     flagged = [
-        replace(row, found=(*row.found, *sorted(doubts.get(row.uri, set()) - {*row.found}))) for row in writer.rows
+        replace(row, found=(*(flag for flag in row.found if flag not in OF_COPIES), *sorted(doubts[row.uri])))
+        if row.uri in doubts
+        else row
+        for row in writer.rows
     ]
     if flagged != writer.rows:
         writer.rewrite(flagged)
@@ -263,8 +266,9 @@ def _unless_copy(
 ) -> StoreRow | Unprepared:
     """`outcome`, or an Unprepared if the store already holds the same voxels.
 
-    If the copy is another participant's, or contradicts the row that is there, `doubts` gets flags for that row, by its
-    uri; the row keeps them if it is repaired. Its eye stays that of the catalog, since its voxels were mirrored by it.
+    `doubts` gets the flags of the row that is there, by its uri: that the copy is another participant's, or contradicts
+    it; none if they agree by now. The row keeps them if it is repaired. Its eye stays that of the catalog, since its
+    voxels were mirrored by it.
     """
     if isinstance(outcome, Unprepared):
         return outcome

@@ -46,7 +46,11 @@ more in scans turned over, except 0 for one whose choroid fills the frame."""
 PLANES, LAYERED, CROSSWISE = 48, 0.15, 8.0
 """Layers lie across another axis if the means of its planes (at most PLANES) hold a share LAYERED of the variance
 of brightness, and CROSSWISE times the share that means of rows hold. In the right order another axis has at most
-2.3 times the share of rows (90 phantoms, some clipped, blinked, wide or overturned; three real volumes)."""
+2.3 times the share of rows (90 phantoms, some clipped, blinked, wide or overturned; three real volumes); 3
+times if light fades to a tenth from one end to the other, 10 if a tilt over most of the frame comes on top."""
+NOT_IMAGED = 8
+"""B-scans with less than this part of the range of grey levels of the most varied one show blinks, or what a scan that
+was ended early left empty. Among them the others would look like bright layers: 17 to 90 times the share of rows."""
 SEAM_ROWS, SEAM, SEAM_FLOOR = 8, 6.0, 0.5
 """Where a second picture begins next to the first one, means over eight rows differ by six times the median step
 between neighbouring A-scans, which counts as half a grey level at least. In 251 real B-scans, 820 phantoms of all
@@ -140,6 +144,8 @@ def layered_axis(voxels_DHW: np.ndarray | Planes) -> int:
     picked = np.unique(np.linspace(0, len(voxels_DHW) - 1, min(PLANES, len(voxels_DHW))).round().astype(int))
     voxels = np.stack([voxels_DHW[i] for i in picked])
     coarse, _ = _coarse(voxels, (1.0, 1.0, 1.0), (1.0, voxels.shape[1] / PLANES, voxels.shape[2] / PLANES))
+    contrast = np.ptp(coarse, axis=(1, 2))
+    coarse = coarse[contrast >= contrast.max() / NOT_IMAGED]
     planes = [coarse.mean(axis=other).var() for other in ((1, 2), (0, 2), (0, 1))]
     best = int(np.argmax(planes))
     clear = planes[best] >= max(LAYERED * coarse.var(), CROSSWISE * planes[1], 1e-9)
