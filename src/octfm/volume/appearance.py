@@ -43,7 +43,7 @@ EDGE_MM, SEEN_WHOLE = 0.06, 0.5
 """A volume may have lost its vitreous to a crop unless tissue begins further than EDGE_MM from the top of the B-scan on
 a share of A-scans above SEEN_WHOLE. That share is .28 or less in real scans cropped or flattened at the ILM, and .59 or
 more in scans turned over, except 0 for one whose choroid fills the frame."""
-PLANES, LAYERED, CROSSWISE = 48, 0.15, 8.0
+PLANES, LAYERED, CROSSWISE = 48, 0.15, 12.0
 """Layers lie across another axis if the means of its planes (at most PLANES) hold a share LAYERED of the variance
 of brightness, and CROSSWISE times the share that means of rows hold. In the right order another axis has at most
 2.3 times the share of rows (90 phantoms, some clipped, blinked, wide or overturned; three real volumes); 3
