@@ -55,7 +55,7 @@ class Store:
         """Rows whose voxels this object has compared with the checksum in rows.jsonl."""
         self._hashers: ThreadPoolExecutor | None = None
         self._process = os.getpid()
-        self._folder = Path(os.path.abspath(path)) if isinstance(path, Path) else path  # noqa: PTH100
+        self._folder = path.absolute() if isinstance(path, Path) else path
         """`path`, also after the current folder has changed."""
         self._made = _when_made(path)
         self.requests: dict[str, int] = {}
@@ -395,7 +395,8 @@ class Store:
         # Only the reader's message names the row.
         named = re.search(rf"{name}[/\\]c\.(\d+)\.", str(error))
         row = int(named[1]) if named else int(index[0])
-        why = reason_of(error, 200)
+        # Opened by its absolute folder, which a message need not repeat.
+        why = reason_of(str(error).replace(str(self._folder), str(self.path)), 200)
         file = self.path / name / shard_key(row)
         sentence = f"{file}: volume {row} ({self.rows[row].acquisition}) cannot be read: {why}"
         if not says_damage(error):
