@@ -291,7 +291,7 @@ def test_what_cannot_be_reused_is_refused_before_anything_is_written(tmp_path):
 
 
 def test_a_compression_that_there_is_not_is_refused_before_anything_is_written(tmp_path):
-    """Such a store was written without compression, and its header named one."""
+    """Such a store named it in its header, and none of its volumes could be read."""
     with pytest.raises(StoreError, match="compression: expected none or zstd, got 'gzip'"):
         run([acquisition(1)], tmp_path / "new", compression="gzip")
     assert not (tmp_path / "new").exists()

@@ -32,6 +32,7 @@ from zarr.storage import MemoryStore
 from octfm.errors import StoreError
 from octfm.store.arrays import TensorStoreArrays
 from octfm.store.layout import ARRAYS, Arrays, array_metadata, checksum, read_rows, shapes, shard_key, to_line
+from octfm.store.phantoms import MixedStore, PhantomConfig, PhantomStore
 from octfm.store.shards import ShardArrays, encode
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter
@@ -170,6 +171,8 @@ def test_a_mask_is_not_read_as_numbers_of_rows(store):
             store.read(mask)
         with pytest.raises(StoreError, match="expected numbers of rows"):
             store.damaged(mask)  # rows 0 and 1 were compared over and over, and all others called intact
+        with pytest.raises(StoreError, match="expected numbers of rows"):
+            MixedStore(store, PhantomStore(PhantomConfig(), store.preprocessing)).damaged(mask)
     assert not len(store.read([]).voxels)
 
 
