@@ -275,6 +275,18 @@ def test_a_copy_in_another_store_stays_out_of_the_new_one(tmp_path):
     assert alone.rows[0].found == () and not alone.unprepared()
 
 
+def test_volumes_are_reused_from_the_store_that_was_opened(tmp_path, monkeypatch):
+    """Another store in the current folder, of the same name, gave its files."""
+    for place, volumes in (("here", [acquisition(0)]), ("there", [acquisition(1), acquisition(0)])):
+        run(volumes, tmp_path / place / "old")
+    monkeypatch.chdir(tmp_path / "here")
+    old = Store.open("old")
+    with pytest.raises(StoreError, match="--reuse and --out are one store"):
+        run([acquisition(0)], tmp_path / "here/old", reuse=old)
+    monkeypatch.chdir(tmp_path / "there")
+    assert run([acquisition(0)], tmp_path / "new", reuse=old).verify() == 1
+
+
 def test_what_cannot_be_reused_is_refused_before_anything_is_written(tmp_path):
     run([acquisition(1)], tmp_path / "old")
     shutil.copytree(tmp_path / "old", tmp_path / "empty")
