@@ -96,14 +96,15 @@ def expect_place(text: str) -> str:
 
 
 def expect_local(text: str, expected: str = "expected a path on a disk, not an address") -> str:
-    """`text`, its ~/ replaced, if it is a path on a disk. Raises ConfigError, which does not quote it."""
+    """`text`, its ~/ replaced, if it is a path on a disk. Raises ConfigError, which does not quote it, also for an
+    empty text."""
     refuse_credentials(text)
     outside = text.split("!/")[0]  # members of archives may have any name
     if _BEGINS_LIKE_ONE.match(outside) or _LOST_A_SLASH.search(outside) or "://" in outside:
         raise ConfigError(f"{shown(outside)}: {expected}")
     if _USER.match(outside) and not os.path.lexists(outside):
         raise ConfigError(f"…@…: {expected}; for a file of that name, create it and write ./ before it")
-    return in_home(text)
+    return in_home(path_text(text))
 
 
 def shown(text: str) -> str:

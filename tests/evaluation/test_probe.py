@@ -352,6 +352,8 @@ def test_a_matrix_of_ones_own_is_compared_in_whatever_order_its_rows_are(cohort,
     )
     with pytest.raises(EvaluationError, match=r"two: expected .* vectors \[120, width\], got ndarray \[3, 16\]"):
         replace(mine, vectors=mine.vectors[:3])
+    with pytest.raises(EvaluationError, match=r"two: expected .*, got MaskedArray \[120, 16\]"):
+        replace(mine, vectors=np.ma.masked_less(mine.vectors, 0))
     one_of_them = np.where(np.arange(120)[:, None] == 7, np.inf, mine.vectors)
     texts = mine.vectors.astype(str)
     for vectors, got in ((one_of_them, "infinity"), (mine.vectors * 1j, "complex128"), (texts, "<U32")):

@@ -288,8 +288,19 @@ def test_only_what_is_a_path_names_a_place(place):
     for odd in (None, 5, ["a"], b"a", Entry(b"a")):
         with pytest.raises(TypeError, match=f"expected a path, got {type(odd).__name__}"):
             place(odd)
-    with pytest.raises(ConfigError, match=r"got an empty text; write \. for the current folder"):
-        place("")
+
+
+def test_an_empty_text_is_no_path(tmp_path, monkeypatch):
+    """Of a variable that is not set: embed "$SCANS" read all of the current folder, and embed --store "$STORE" another
+    store than was meant."""
+    monkeypatch.chdir(tmp_path)
+    for place in (location, local_path, addresses.expect_place, read_volume):
+        with pytest.raises(ConfigError, match=r"got an empty text; write \. for the current folder"):
+            place("")
+    for words in (["embed", ""], ["embed", "--store", ""], ["segment", "a.dcm", "--out", ""]):
+        assert "got an empty text" in str(invoke(*words).exception)
+    with pytest.raises(ConfigError, match=r"data\.store: .*got an empty text"):
+        load(PretrainConfig, {"data": {"store": ""}})
 
 
 def test_every_option_that_may_be_a_path_says_so():

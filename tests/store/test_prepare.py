@@ -290,6 +290,18 @@ def test_a_row_says_that_a_copy_contradicts_its_eye_or_label(tmp_path):
         assert run([first, corrected], tmp_path / str(number), workers=0).rows[0].found == ()
 
 
+def test_volumes_are_reused_from_the_store_that_was_opened(tmp_path, monkeypatch):
+    """Another store in the current folder, of the same name, gave its files."""
+    for place, volumes in (("here", [acquisition(0)]), ("there", [acquisition(1), acquisition(0)])):
+        run(volumes, tmp_path / place / "old")
+    monkeypatch.chdir(tmp_path / "here")
+    old = Store.open("old")
+    with pytest.raises(StoreError, match="--reuse and --out are one store"):
+        run([acquisition(0)], tmp_path / "here/old", reuse=old)
+    monkeypatch.chdir(tmp_path / "there")
+    assert run([acquisition(0)], tmp_path / "new", reuse=old).verify() == 1
+
+
 def test_what_cannot_be_reused_is_refused_before_anything_is_written(tmp_path):
     run([acquisition(1)], tmp_path / "old")
     shutil.copytree(tmp_path / "old", tmp_path / "empty")
@@ -306,7 +318,7 @@ def test_what_cannot_be_reused_is_refused_before_anything_is_written(tmp_path):
 
 
 def test_a_compression_that_there_is_not_is_refused_before_anything_is_written(tmp_path):
-    """Such a store was written without compression, and its header named one."""
+    """Such a store named it in its header, and none of its volumes could be read."""
     with pytest.raises(StoreError, match="compression: expected none or zstd, got 'gzip'"):
         run([acquisition(1)], tmp_path / "new", compression="gzip")
     assert not (tmp_path / "new").exists()

@@ -32,6 +32,7 @@ from zarr.storage import MemoryStore
 from octfm.errors import StoreError
 from octfm.store.arrays import TensorStoreArrays
 from octfm.store.layout import ARRAYS, Arrays, array_metadata, checksum, read_rows, shapes, shard_key, to_line
+from octfm.store.phantoms import MixedStore, PhantomConfig, PhantomStore
 from octfm.store.shards import ShardArrays, encode
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter
@@ -170,6 +171,8 @@ def test_a_mask_is_not_read_as_numbers_of_rows(store):
             store.read(mask)
         with pytest.raises(StoreError, match="expected numbers of rows"):
             store.damaged(mask)  # rows 0 and 1 were compared over and over, and all others called intact
+        with pytest.raises(StoreError, match="expected numbers of rows"):
+            MixedStore(store, PhantomStore(PhantomConfig(), store.preprocessing)).damaged(mask)
     assert not len(store.read([]).voxels)
 
 
@@ -181,6 +184,23 @@ def test_a_store_is_read_after_the_current_folder_has_changed(store, monkeypatch
     assert str(relative.path) == store.path.name
     np.testing.assert_array_equal(relative[1].voxels, store[1].voxels)
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(part))[0].voxels, store[2].voxels)
+
+
+def test_the_folder_above_a_link_is_not_the_one_that_holds_it(store, monkeypatch, tmp_path):
+    """A store that was opened as link/../prepared was looked for beside the link, where there may be another."""
+    (tmp_path / "link").symlink_to(store.path / "voxels")
+    monkeypatch.chdir(tmp_path)
+    assert Store.open("link/..")[1].voxels.any()
+
+
+def test_an_unreadable_volume_is_named_by_the_path_that_was_given(own, monkeypatch):
+    """The absolute folder stood beside it, and cut off the reason."""
+    monkeypatch.chdir(own.path.parent)
+    relative = Store.open(own.path.name)
+    (own.path / "voxels" / shard_key(1)).unlink()
+    with pytest.raises(StoreError, match="No such file") as raised:
+        relative[1]
+    assert str(own.path.parent) not in str(raised.value)
 
 
 def test_a_store_that_is_gone_is_not_called_damaged(own):

@@ -179,7 +179,8 @@ def _add_file(
     if entry.sop_instance_uid and "file" not in columns.of_field and not row.get("filepath"):
         listed = ""  # the UID says it; a column that happens to be called file may name all alike
     try:
-        expect_place(listed)
+        if listed:
+            expect_place(listed)
     except ConfigError as error:
         raise TableError(f"{table}: line {row.line}: {error}") from None
     places = [str(location(listed))] if listed.startswith("/") or is_remote(listed) else []

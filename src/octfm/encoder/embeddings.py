@@ -54,7 +54,9 @@ class Embeddings:
 
     def __post_init__(self):
         count, shape, kind = len(self.acquisition), [*np.shape(self.vectors)], type(self.vectors).__name__
-        if not isinstance(self.vectors, np.ndarray) or len(shape) != 2 or shape[0] != count:
+        # A probe would take the values below a mask.
+        masked = isinstance(self.vectors, np.ma.MaskedArray)
+        if masked or not isinstance(self.vectors, np.ndarray) or len(shape) != 2 or shape[0] != count:
             raise EvaluationError(
                 f"{self.name}: expected a NumPy array of vectors [{count}, width], got {kind} {shape}"
             )

@@ -282,7 +282,7 @@ class MixedStore(Store):
         return self.volumes.verify(sample, seed) + self.phantoms.verify(sample, seed)
 
     def damaged(self, rows: Sequence[int] | np.ndarray | None = None) -> dict[int, str]:
-        checked = np.arange(len(self.volumes)) if rows is None else self.recorded(np.asarray(rows, np.int64))
+        checked = np.arange(len(self.volumes)) if rows is None else self.recorded(self._numbers(rows))
         return self.volumes.damaged(checked)
 
     def recorded(self, rows: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from octfm.volume.preprocessing import Preprocessing, differences
 def open_other(reuse: Store | str | Location, out: Location, preprocessing: Preprocessing) -> Store:
     """The store to take volumes from. Raises StoreError if it is `out` itself, or has other settings."""
     store = reuse if isinstance(reuse, Store) else Store.open(reuse)
-    if store.path == out:
+    if store.folder == (out.absolute() if isinstance(out, Path) else out):
         raise StoreError(f"{out}: --reuse and --out are one store; choose a new folder for --out")
     if store.fingerprint != preprocessing.fingerprint():
         what = differences(store.preprocessing.model_dump(mode="json"), preprocessing)
@@ -37,12 +37,12 @@ def _link(store: Store, index: int, writer: StoreWriter, name: str) -> bool:
     files, since these are replaced and never changed."""
     alike = (store.compression, store.checks_shards) == (writer.compression, writer.crc)
     # The rows of a part are numbered otherwise than its files.
-    if not (alike and type(store) is Store and isinstance(store.path, Path)):
+    if not (alike and type(store) is Store and isinstance(store.folder, Path)):
         return False
     staged = {array: writer.staging / f"{name}.{array}" for array in ARRAYS}
     try:
         for array, file in staged.items():
-            os.link((store.path / array / shard_key(index)).resolve(), file)  # never a link to a link
+            os.link((store.folder / array / shard_key(index)).resolve(), file)  # never a link to a link
     except OSError:  # another disk, or one without links
         for file in staged.values():
             file.unlink(missing_ok=True)

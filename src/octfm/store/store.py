@@ -55,7 +55,7 @@ class Store:
         """Rows whose voxels this object has compared with the checksum in rows.jsonl."""
         self._hashers: ThreadPoolExecutor | None = None
         self._process = os.getpid()
-        self._folder = Path(os.path.abspath(path)) if isinstance(path, Path) else path  # noqa: PTH100
+        self.folder = path.absolute() if isinstance(path, Path) else path
         """`path`, also after the current folder has changed."""
         self._made = _when_made(path)
         self.requests: dict[str, int] = {}
@@ -76,7 +76,7 @@ class Store:
         return store
 
     def __reduce__(self):
-        return Store._reopened, (self._folder, self.threads, len(self), self._order(len(self)))
+        return Store._reopened, (self.folder, self.threads, len(self), self._order(len(self)))
 
     @staticmethod
     def _reopened(path: Location, threads: int | None, count: int, order: str) -> "Store":
@@ -325,7 +325,7 @@ class Store:
             self._inherited = self._arrays, self._hashers
             self._arrays, self._hashers, self._process = None, None, os.getpid()
         # A shard of a store that has been moved here is whole and has the name of a row.
-        if (made := _when_made(self._folder)) != self._made:
+        if (made := _when_made(self.folder)) != self._made:
             raise self._replaced() if made is not None else self._gone()
         renewed: set[int] = set()
         while True:
@@ -367,12 +367,12 @@ class Store:
 
     def unprepared(self) -> tuple[Unprepared, ...]:
         """Acquisitions that could not be prepared."""
-        return read_unprepared(self._folder)
+        return read_unprepared(self.folder)
 
     def unfinished(self) -> str:
         """A sentence if `octfm prepare` is adding volumes to this store now, or was killed; else empty."""
-        at_work = any(self.path.glob("staging-*")) if isinstance(self.path, Path) else (self.path / LEASE).is_file()
-        if not at_work:
+        folder = self.folder
+        if not (any(folder.glob("staging-*")) if isinstance(folder, Path) else (folder / LEASE).is_file()):
             return ""
         volumes = number(len(self.recorded(np.arange(len(self)))), "volume")
         begun = f"octfm prepare is not done with this store, or was killed; it had {volumes} when it was opened"
@@ -384,18 +384,19 @@ class Store:
 
     def _opened(self) -> Any:
         how = self.threads, self.compression, self.checks_shards
-        if isinstance(self._folder, Path):
-            return open_arrays(self._folder, *how)
+        if isinstance(self.folder, Path):
+            return open_arrays(self.folder, *how)
         from octfm.store.bucket import BucketArrays
 
-        return BucketArrays(self._folder, self.rows, self.image_size, *how)
+        return BucketArrays(self.folder, self.rows, self.image_size, *how)
 
     def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "StoreError | _Damaged":
         """The error for an unreadable shard, which need not be damaged."""
         # Only the reader's message names the row.
         named = re.search(rf"{name}[/\\]c\.(\d+)\.", str(error))
         row = int(named[1]) if named else int(index[0])
-        why = reason_of(error, 200)
+        # Opened by its absolute folder, which a message need not repeat.
+        why = reason_of(str(error).replace(str(self.folder), str(self.path)), 200)
         file = self.path / name / shard_key(row)
         sentence = f"{file}: volume {row} ({self.rows[row].acquisition}) cannot be read: {why}"
         if not says_damage(error):
