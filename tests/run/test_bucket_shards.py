@@ -101,7 +101,7 @@ def test_ranks_killed_while_shards_are_sent_leave_whole_checkpoints(ranks, place
     """Both at once, at any moment; each next attempt is another machine's, which knows what the bucket says and
     nothing else."""
     to, said = str(place / "run"), []
-    for number, seconds in enumerate((3.0, 4.0, 5.0, 6.5, 8.0)):
+    for number, seconds in enumerate((1.5, 2.0, 2.5, 3.0, 4.0, 6.0)):
         own = surroundings(place, tmp_path / f"machine {number}")
         ended = ranks(
             2, store.path, tmp_path / f"{number}", SETTINGS, to=to, environment=own, kill_after=seconds, killed=[0, 1]
