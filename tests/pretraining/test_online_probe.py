@@ -169,6 +169,23 @@ def test_a_class_without_training_volumes_is_no_class_and_its_volumes_are_not_sc
         assert [found.classes[n] for n in numbers] == [label[store.rows[row].participant] for row in chosen]
 
 
+@pytest.mark.parametrize(("different", "classes"), [(10, 10), (11, 0)])
+def test_up_to_ten_different_numbers_are_grades(store, tmp_path, different, classes):
+    people = sorted(
+        {row.participant for row in store.rows if row.split != "test"},
+        key=lambda person: ([row.split for row in store.rows if row.participant == person], person),
+    )
+    table = tmp_path / "labels.tsv"
+    rows = [f"{person}\t{eye}\t{(2 * n + (eye == 'L')) % different}" for n, person in enumerate(people) for eye in "RL"]
+    table.write_text("\n".join(["participant_id\tlaterality\tgrade", *rows]))
+    found = cases_of(store, target="grade", labels=str(table))
+    assert (
+        found is not None
+        and len(found.classes) == classes
+        and found.metric == ("balanced_accuracy" if classes else "r2")
+    )
+
+
 def test_ridge_equals_the_textbook_form():
     cases, x, x_new = made_up("number", True, n=30, width=5)
     centred, y = x - x.mean(0), cases.train_label
