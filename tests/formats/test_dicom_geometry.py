@@ -297,6 +297,14 @@ def test_lines_on_a_fundus_image_whose_pixels_are_not_square_do_not_change_the_d
     np.testing.assert_allclose((found.lines.end - found.lines.start)[:, along], SHAPE[2] * dx, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("tilt", "known"), [(0.6, True), (0.9, False), (1.4, False)])
+def test_b_scans_that_run_up_more_than_sideways_have_no_superior_end(tilt, known):
+    along, across = np.array([np.sin(tilt), np.cos(tilt)]), np.array([np.cos(tilt), -np.sin(tilt)])
+    frames = [location([(300, 300) + 20 * n * across, (300, 300) + 20 * n * across + 400 * along]) for n in range(9)]
+    found = read_geometry(dataset(frames, (0.23, 0.0039, 0.0115)), SHAPE, "any", "here")
+    assert found.superior_first is (True if known else None)
+
+
 def test_lines_in_patient_space_run_to_the_left_and_down_unless_the_beam_is_not_seen_from_the_front():
     """LPS: x is the patient's left, to the right on a fundus image, and z goes up; the A-scans go back, along y."""
     origin, (dz, dy, dx) = np.array([10.0, 5.0, 3.0]), (0.2, 0.0039, 0.0115)

@@ -282,6 +282,20 @@ def test_every_pass_has_the_same_number_of_volumes_whatever_memory_allowed(store
     assert learner.micro_batch == size
 
 
+def test_gradients_are_those_of_the_mean_loss_whatever_the_size_of_a_pass(store):
+    """AdamW hides a factor, the norm that clips and is judged does not."""
+    learner, batch = first_step(store, config(data={"global_batch_size": 4, "per_device_batch_size": 4}))
+    gradients, losses = [], []
+    for size in (4, 2, 1):
+        learner.state = replace(learner.state, micro_batch=size)
+        results = accumulate(learner, batch, 0.5, everything=False)
+        losses.append(torch.stack([r.loss for r in results]).mean())
+        gradients.append([p.grad.clone() for p in learner.trained])
+        assert len(results) == 4 // size
+        torch.testing.assert_close(losses[-1], losses[0])
+        torch.testing.assert_close(gradients[-1], gradients[0], rtol=1e-3, atol=1e-6)
+
+
 def test_networks_that_are_only_averaged_are_not_trained():
     model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2) for name in ("encoder", "target_head", "head_of_target_")})
     decayed, free = optimizer_groups(model)

@@ -14,7 +14,7 @@ from octfm.models import recompute
 from octfm.models.objectives.data2vec import Data2Vec
 from octfm.models.objectives.jepa import JEPA, JEPAConfig
 from octfm.models.objectives.mae import MAE
-from octfm.models.objectives.objective import ObjectiveOutput, View, absolute_error
+from octfm.models.objectives.objective import ObjectiveOutput, View, absolute_error, median
 from octfm.models.objectives.voxels import averaged, despeckled
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import (
@@ -100,6 +100,21 @@ def test_F11_goals_are_the_targets_own_features(name):
     torch.testing.assert_close(output.masked_goal_BTD, take_tokens(every, INDEX.target))
     torch.testing.assert_close(output.context_goal_BCD, take_tokens(every, INDEX.context))
     torch.testing.assert_close(output.features_BMD, features)
+
+
+@every
+def test_what_is_frozen_is_the_teacher_or_the_encoder_that_learns(name):
+    model = build(name)
+    assert model.frozen_encoder("context") is model.encoder
+    assert model.frozen_encoder("target") is (model.encoder if name == "mae" else model.target_encoder)
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_a_median_is_torchs_own_also_where_torch_has_none(count, monkeypatch):
+    rows = torch.randn(count, 7, generator=torch.Generator().manual_seed(0))
+    expected = median(rows)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert torch.equal(median(rows), expected) and torch.equal(expected, rows.quantile(0.5, 0, interpolation="lower"))
 
 
 @pytest.mark.parametrize("name", ["vjepa2", "data2vec", "mae", "voxels", "despeckled", "despeckled mae"])
