@@ -78,6 +78,31 @@ def test_identity_recolouring_is_plain_normalisation():
     torch.testing.assert_close(augment.recoloured(patches, index, moves, 0.2, 0.3), normalise(patches, 0.2, 0.3))
 
 
+def test_grey_values_are_raised_to_gamma_then_multiplied_by_gain_and_normalised():
+    patches = torch.arange(256, dtype=torch.uint8).reshape(2, 4, 32)
+    index, gamma, gain = torch.arange(4).expand(2, -1), torch.tensor([0.7, 1.4]), torch.tensor([1.3, 0.8])
+    moves = augment.Moves(torch.zeros(2), None, gain_B=gain, gamma_B=gamma, strength_2B=None, key_B=gain.int())
+    grey = np.arange(256).reshape(2, 4, 32) / 255
+    expected = [((1.3 * grey[0] ** 0.7) - 0.2) / 0.3, ((0.8 * grey[1] ** 1.4) - 0.2) / 0.3]
+    np.testing.assert_allclose(augment.recoloured(patches, index, moves, 0.2, 0.3), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [AugmentConfig(), EVERYTHING])
+def test_labels_move_with_the_voxels_to_whole_classes_and_nothing_is_known_of_what_enters(config):
+    labels = np.zeros((3, 2, 64, 32), np.uint8)
+    labels[:, :, 20:] = 7
+    labels[:, :, 30:] = 12
+    drawn = replace(augment.draw(config, rngs(3)), shift=np.array([5, -5, 0]))
+    moves = drawn.on_device(torch.from_numpy, *labels.shape[2:], SPACING)
+    moved = augment.move_labels(torch.from_numpy(labels)[:, None], moves)[:, 0].numpy()
+    assert set(np.unique(moved)) <= {0, 7, 12, 255}
+    nothing = warp(np.full_like(labels, 255), drawn) == 0
+    assert nothing.any() and (moved[nothing] == 255).all()
+    for name in (7, 12):  # as the picture of the class moves, but for voxels that it shares with others
+        share = warp(np.where(labels == name, 255, 0).astype(np.uint8), drawn)
+        assert (moved[share > 230] == name).all() and not (moved[share < 25] == name).any()
+
+
 def warp(voxels, drawn):
     """uint8 [B, D, H, W] through the device path."""
     moves = drawn.on_device(torch.from_numpy, *voxels.shape[2:], SPACING)
