@@ -28,8 +28,8 @@ from octfm.report.html import summary_lines, write_report
 from octfm.report.images import example_pictures
 from octfm.report.overview import data_flow, next_step
 from octfm.report.participants import characteristics
-from octfm.report.sources import gather
-from octfm.report.words import key_result, seen_sentence, verdict
+from octfm.report.sources import Sources, gather
+from octfm.report.words import health_line, key_result, latest_health, seen_sentence, training_line, verdict
 from octfm.store.store import Store
 from octfm.tasks.scene import Overlay, Placement, Scene
 from support.browser import Browser, assert_renders, needs_chromium
@@ -473,6 +473,54 @@ def test_at_most_600_words_before_unfolding_and_nothing_twice(page):
     assert "watch" in shown.split() and "look at effective rank (watch)" in shown, "trouble is not folded away"
     details = [a for t, a in elements.tags if t == "details"]
     assert len(details) >= 9 and not any("open" in a for a in details)
+
+
+def test_fewer_labels_are_told_of_the_same_comparison_with_holm_and_the_counts_that_learned():
+    result = probe_result()
+    shown = result["label_efficiency_comparisons"]
+    result["label_efficiency_comparisons"] = [
+        {**shown[0], "target": "diagnosis"}, {**shown[0], "metric": "balanced_accuracy"}, {**shown[0], "b": "histogram"},
+        {**shown[0], "low": None}, {**shown[0], "fraction": 1.0}, *shown, {**shown[0], "p_holm": 0.2},
+    ]  # fmt: skip
+    told = key_result(result)[1].partition("That is with ")[2]
+    assert told == (
+        "174 labelled participants to learn from; with 44: +0.13 (+0.08 to +0.18), better; with 87: +0.02 (-0.03 "
+        "to +0.07), inconclusive; with 44: +0.13 (+0.08 to +0.18), better, but not after Holm."
+    )
+
+
+def test_the_key_result_is_of_disease_wherever_it_stands_and_of_the_first_target_without():
+    result = probe_result()
+    for part in ("results", "comparisons"):
+        result[part] = result[part][::-1]
+    assert "telling healthy participants from those with any disease" in verdict(result)[1]
+    result["results"] = [r for r in result["results"] if r["target"] in ("scanner", "study_group")][::-1]
+    assert "telling the study groups apart" in verdict(result)[1]
+
+
+def test_whether_people_were_seen_is_told_by_the_worst_of_all_results():
+    def said(*counts):
+        return seen_sentence([{"seen_test_participants": count} for count in counts])
+
+    assert said() == said(0, 0) == ""
+    assert said(0, 4, 1) == "4 test participants had been seen in training, so these numbers are too good."
+    assert said(0, 4, None).startswith("Nobody can tell")
+
+
+def test_health_and_training_are_told_by_their_last_rows_the_worst_first():
+    def rows(*verdicts):
+        return [{"what": what, "verdict": verdict} for what, verdict in verdicts]
+
+    health = rows(("a", "ok"), ("b", "bad"), ("c", "bad"), ("d", "ok"), ("a", "watch"), ("b", "bad"), ("c", "ok"))
+    latest = latest_health(health)
+    assert [row["what"] for row in latest] == ["b", "a", "c", "d"] and latest[1]["counts"] == {"ok": 1, "watch": 1}
+    losses = [{"step": step, "masked_over_baseline": ratio} for step, ratio in ((0, 0.9), (9, 0.3), (19, 0.4))]
+    run = Sources(Path("run"), {}, None, losses, losses[:2], health, [], None, "", None, None, (), False, ())
+    assert health_line(run) == "4 checks; look at b (bad), a (watch)."
+    assert health_line(replace(run, health=health[3:4])) == "1 check; all ok."
+    told = training_line(run).replace("\u00a0", " ")
+    assert told.startswith("20 steps.") and "with 40 % of a constant prediction's error, 30 % on held-out" in told
+    assert "no validation was logged" in training_line(replace(run, validation=[]))
 
 
 def test_the_verdict_is_two_sentences():
