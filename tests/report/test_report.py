@@ -294,6 +294,21 @@ def test_a_tissue_map_that_is_ahead_is_said_first(p_holm, tone):
     assert "excludes 0, but not after Holm's correction" in text and text.count(". ") <= 2
 
 
+@pytest.mark.parametrize("found", ["better", "inconclusive", "worse"])
+def test_only_a_tissue_map_that_is_ahead_is_said_to_be_and_once(found):
+    result = probe_result()
+    (main,) = (
+        c for c in result["comparisons"] if (c["target"], c["metric"], c["b"]) == ("disease", "auroc", "histogram")
+    )
+    map_ = main | {"b": "tissue_map", "difference": -0.1, "low": -0.14, "high": -0.06, "verdict": found, "p_holm": 0.01}
+    result["comparisons"].append(map_)
+    tone, text = verdict(result)
+    assert tone == ("worse" if found == "worse" else "better")
+    assert ("tissue map" in text) == (found == "worse") and text.count("worse than") == (found == "worse")
+    result["comparisons"] = [map_]
+    assert verdict(result)[0] == found and verdict(result)[1].count("the tissue map") == 1
+
+
 def test_a_verdict_says_where_intervals_of_folds_are_too_narrow():
     """Simulated: 40 participants, or 120 at AUROC .68, call equal encoders different in 15 to 21 % of cohorts."""
     result = probe_result()
