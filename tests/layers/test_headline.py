@@ -2,6 +2,7 @@
 
 import json
 import sys
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +22,7 @@ from octfm.layers.segment import segment
 from octfm.phantom import phantom_volume, write_phantom
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
+from octfm.tasks import layer_map as layer_map_module
 from octfm.tasks.layer_map import COLUMNS, Source, describe, layer_map, measured, spaced
 from octfm.volume.volume import Lines
 from support import BENCHMARKS
@@ -210,6 +212,28 @@ def test_layers_of_a_store_are_those_of_its_files(tmp_path):
 
 
 @pytest.mark.slow
+def test_layers_are_in_the_order_of_embeddings_whatever_that_of_the_store(store, tmp_path, monkeypatch):
+    turned = copy(store)
+    object.__setattr__(turned, "rows", store.rows[::-1])
+    number = {row.acquisition: float(row.index) for row in store.rows}
+    monkeypatch.setattr(
+        layer_map_module, "measured", lambda *_, **__: {n: np.full(len(COLUMNS), number[n]) for n in number}
+    )
+    for own in (store, turned):
+        arm = layer_map(own, tmp_path / "layers.jsonl", echo=lambda _: None)
+        assert list(arm.acquisition) == sorted(number) and list(arm.vectors[:, 0]) == [
+            number[n] for n in sorted(number)
+        ]
+
+
+def test_measurements_are_of_voxels_an_eye_and_millimetres_wherever_the_file_lies(store):
+    own = Source("a", "x.npy", "R", (0.1, 0.004, 0.01), "ff")
+    others = [replace(own, acquisition="b"), replace(own, laterality="L"), replace(own, spacing_mm=(0.2, 0.004, 0.01)),
+              replace(own, spacing_mm=None), replace(own, pixels="fe")]  # fmt: skip
+    assert len({own.key, *(other.key for other in others)}) == 6 and replace(own, uri="y.npy").key == own.key
+    assert [s.pixels for s in layer_map_module.sources_of(store)] == [row.pixels for row in store.rows]
+
+
 def test_layers_of_files_without_millimetres_are_in_those_of_the_store(tmp_path):
     """And are measured again once others are declared beside a file, which changes no voxel."""
     eye, _ = phantom_volume(2, size=(6, 64, 48))

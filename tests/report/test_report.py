@@ -20,6 +20,7 @@ from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Catalog
 from octfm.display import interval
 from octfm.errors import EvaluationError
+from octfm.evaluation.scoring import HEADLINE, PLANNED
 from octfm.report.card.model_card import model_card
 from octfm.report.card.paper import methods, shareable_run
 from octfm.report.data_health import write_data_health
@@ -29,7 +30,18 @@ from octfm.report.images import example_pictures
 from octfm.report.overview import data_flow, next_step
 from octfm.report.participants import characteristics
 from octfm.report.sources import Sources, gather
-from octfm.report.words import health_line, key_result, latest_health, seen_sentence, training_line, verdict
+from octfm.report.words import (
+    METRICS,
+    comparison_rows,
+    health_line,
+    key_result,
+    latest_health,
+    planned,
+    seen_sentence,
+    training_line,
+    verdict,
+)
+from octfm.report.words import leakage as leakage_of
 from octfm.store.store import Store
 from octfm.tasks.scene import Overlay, Placement, Scene
 from support.browser import Browser, assert_renders, needs_chromium
@@ -512,6 +524,22 @@ def test_the_key_result_is_of_disease_wherever_it_stands_and_of_the_first_target
     assert "histogram: AUROC +0.17 (" in verdict(result)[1], "not its gap in balanced accuracy"
     result["results"] = [r for r in result["results"] if r["target"] in ("scanner", "study_group")][::-1]
     assert "telling the study groups apart" in verdict(result)[1]
+
+
+def test_planned_comparisons_have_no_leakage_and_tables_the_metrics_of_the_headline():
+    rows = [
+        {"metric": metric, "leakage": leakage, "difference": 0.1, "low": 0.05, "high": 0.15}
+        for metric in METRICS
+        for leakage in (False, True)
+    ]
+    assert [(c["metric"], c["leakage"]) for c in planned({"comparisons": rows})] == [
+        (m, False) for m in METRICS if m in PLANNED
+    ]
+    shown = comparison_rows(rows)
+    assert [c["metric"] for c in shown[::2]] == [METRICS[m] for m in METRICS if m in HEADLINE]
+    results = [{"leakage": True, "metric": "auroc", "estimate": None}, {"leakage": False, "metric": "auroc", "estimate": 1},
+               {"leakage": True, "metric": "auprc", "estimate": 2}, {"leakage": True, "metric": "auroc", "estimate": 3}]  # fmt: skip
+    assert leakage_of(results) is results[3] and leakage_of(results[:3]) is None
 
 
 def test_whether_people_were_seen_is_told_by_the_worst_of_all_results():
