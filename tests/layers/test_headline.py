@@ -5,6 +5,7 @@ import sys
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from octfm.evaluation.statistics import Bootstrap, compare, holm
 from octfm.layers.finder import load_finder
 from octfm.layers.sample import samples
 from octfm.layers.segment import segment
+from octfm.models.layer_net import MASKS
 from octfm.phantom import phantom_volume, write_phantom
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
@@ -232,6 +234,26 @@ def test_measurements_are_of_voxels_an_eye_and_millimetres_wherever_the_file_lie
               replace(own, spacing_mm=None), replace(own, pixels="fe")]  # fmt: skip
     assert len({own.key, *(other.key for other in others)}) == 6 and replace(own, uri="y.npy").key == own.key
     assert [s.pixels for s in layer_map_module.sources_of(store)] == [row.pixels for row in store.rows]
+
+
+def test_masks_are_told_as_their_share_their_greatest_height_and_its_spread_over_bscans():
+    def no_place():
+        raise EvaluationError("no zones")
+
+    mask = np.zeros((2, 9, 4), bool)
+    mask[0, 2:5, 1] = mask[0, 4, 2] = mask[1, 3, 0] = mask[1, 5, 0] = True  # B-scan, row, A-scan
+    scan = SimpleNamespace(
+        spacing_mm=(0.1, 0.004, 0.01), masks=dict.fromkeys(MASKS, mask), place=no_place,
+        thickness_um=lambda *_: np.array([[10.0, 20], [30, np.nan]]), found=SimpleNamespace(present=np.ones((2, 4), bool)),
+    )  # fmt: skip
+    told = dict(zip(COLUMNS, describe(scan), strict=True))  # pyright: ignore[reportArgumentType]
+    for name in MASKS:
+        assert [told[f"{name}:{what}"] for what in ("area", "largest", "between_bscans")] == pytest.approx(
+            [3 / 8, 12, 1 / 8]
+        )
+    assert [told[f"ilm_bm:{what}"] for what in ("mean", "sd", "p5", "p95", "between_bscans")] == pytest.approx(
+        [20, np.std([10, 20, 30]), 11, 29, 7.5]
+    )
 
 
 def test_layers_of_files_without_millimetres_are_in_those_of_the_store(tmp_path):
