@@ -97,6 +97,21 @@ def test_bioptigen_agrees_with_oct_converter(tmp_path, oct_converter):
     np.testing.assert_array_equal(read_volume(uri).voxels, np.stack(theirs.volume).transpose(0, 2, 1))
 
 
+@pytest.mark.parametrize(("side", "word"), [("R", "OD"), ("L", "OS")])
+def test_the_eye_is_the_one_that_a_file_states(tmp_path, side, word):
+    voxels = telling_voxels()
+    optovue = write_optovue(tmp_path / "b.OCT", voxels.astype(np.float32), eye=word)
+    text = optovue.with_suffix(".txt").read_text()
+    optovue.with_suffix(".txt").write_text("Protocol = OD and OS\n" + text)
+    for uri in (
+        write_topcon(tmp_path / "a.fds", voxels, laterality=side), optovue,
+        write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(voxels)}, eyes=side),
+        write_vol(tmp_path / "a.vol", voxels, laterality=word),
+        write_img(tmp_path / f"Cube 36x12_1-2-2001_1-2-3_{word}_sn4_cube_z.img", telling_voxels(shape=(12, 1024, 36))),
+    ):  # fmt: skip
+        assert read_header(uri).laterality == side, uri.name
+
+
 # ---- Heidelberg .e2e
 # -------------------------------------------------------------------------------------------------------------
 
