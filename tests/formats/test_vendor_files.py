@@ -282,6 +282,29 @@ def test_layers_of_an_e2e_lie_on_its_bscans_as_those_of_a_vol(tmp_path):
     assert read_surfaces(write_e2e(tmp_path / "c.e2e", {(1, 2, 3): codes})) is None
 
 
+def test_an_e2e_that_stores_its_last_bscan_first_is_the_same_scan(tmp_path):
+    codes = e2e_codes(telling_voxels())
+    rows = np.add.outer(np.arange(12.0), np.arange(36)) + 1
+    files = [
+        write_e2e(tmp_path / f"{n}.e2e", {(1, 2, 3): codes}, layers={0: rows}, backwards_from=first)
+        for n, first in enumerate((None, 0, 5))
+    ]
+    for file in files:
+        volume, found = read_volume(file), read_surfaces(file)
+        np.testing.assert_array_equal(volume.voxels, read_volume(files[0]).voxels)
+        assert volume.lines is not None and np.all(np.diff(volume.lines.start[:, 1]) > 0)
+        assert found is not None
+        np.testing.assert_array_equal(found.heights_px[0], rows)
+
+
+def test_an_e2e_that_names_both_eyes_names_none(tmp_path):
+    path = write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(telling_voxels())})
+    stored, own = path.read_bytes(), (bytes(14) + b"R").ljust(27, b"\0")
+    assert stored.count(own) == 1
+    path.write_bytes(stored.replace(own, own.replace(b"R", b"L")))
+    assert read_header(path).laterality is None
+
+
 def test_layers_of_a_topcon_lie_on_its_bscans(tmp_path):
     rows = np.floor(some_layers(3))
     layers = {"MULTILAYERS_7": rows[2], "MULTILAYERS_1": rows[0], "MULTILAYERS_9": rows[1], "DISC": rows[1]}
