@@ -305,6 +305,19 @@ def test_an_e2e_that_names_both_eyes_names_none(tmp_path):
     assert read_header(path).laterality is None
 
 
+def test_heights_above_the_image_and_none_are_no_layer(tmp_path):
+    """A .vol may hold heights below 0 beside its largest float, a .e2e 0 where nothing was found."""
+    rows = np.add.outer(np.arange(12.0), np.arange(36)) + 1
+    known = np.arange(36) % 5 > 0
+    vol = write_vol(tmp_path / "a.vol", telling_voxels(), layers=np.where(known, rows, -3.0)[None])
+    e2e = write_e2e(
+        tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(telling_voxels())}, layers={0: np.where(known, rows, 0.0)}
+    )
+    for found in map(read_surfaces, (vol, e2e)):
+        assert found is not None
+        np.testing.assert_array_equal(found.heights_px[0], np.where(known, rows, np.nan))
+
+
 def test_layers_of_a_topcon_lie_on_its_bscans(tmp_path):
     rows = np.floor(some_layers(3))
     layers = {"MULTILAYERS_7": rows[2], "MULTILAYERS_1": rows[0], "MULTILAYERS_9": rows[1], "DISC": rows[1]}
