@@ -1,5 +1,7 @@
 """Numbers of the trust report are those that scikit-learn, SciPy or a loop over scans finds by another route."""
 
+import csv
+import io
 from collections import defaultdict
 from dataclasses import replace
 from itertools import combinations
@@ -26,6 +28,7 @@ from octfm.evaluation.tissue_map import tissue_map
 from octfm.trust.calibration import _ece_if_calibrated, calibration
 from octfm.trust.copies import _chance_threshold, _exact, _fine_detail, same_speckle
 from octfm.trust.failures import failures
+from octfm.trust.leaderboard import ranked, to_csv
 from octfm.trust.neighbours import neighbours
 from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
@@ -484,3 +487,19 @@ def test_what_is_chance_comes_from_pairs_of_different_people():
 
     assert threshold("a", "a", "a") == 0
     assert 0 < threshold("a", "a", "b", "c", "d") < 0.2
+
+
+def test_a_leaderboard_lists_the_best_first_the_unmeasured_last_and_each_metrics_own_difference():
+    """R² of two entries is below 0, and still above what could not be measured."""
+    score = {"a": -0.2, "b": 0.6, "c": None, "d": -0.5}
+    row = {"what": "frozen", "target": "cst_um", "low": None, "high": None, "n_test_participants": 9, "seeds": 1}
+    gaps = {("mae", "b"): 7.0, ("r2", "b"): -0.8, ("r2", "d"): 0.3}
+    result = {
+        "results": [row | {"encoder": n, "metric": m, "estimate": score[n]} for n in score for m in ("mae", "r2")],
+        "comparisons": [{"metric": m, "b": n, "difference": gap} for (m, n), gap in gaps.items()],
+    }
+    assert [row["encoder"] for row in ranked(result)] == ["b", "a", "d", "c"]
+    lines = list(csv.DictReader(io.StringIO(to_csv(result))))
+    assert [line["entry"] for line in lines[::2]] == ["b", "a", "d", "c"]
+    found = {(line["metric"], line["entry"]): float(line["difference"]) for line in lines if line["difference"]}
+    assert found == gaps
