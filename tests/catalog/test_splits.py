@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Acquisition, Catalog, CatalogError, assert_participant_level, assign_splits
-from octfm.catalog.participants.splits import SPLITS, assign, parse_split
+from octfm.catalog.participants.splits import SPLITS, assign, diagnosis_of, parse_split
 from octfm.catalog.scan import scan
 from octfm.cli import options
 from octfm.cli.data import _about_replaced
@@ -131,6 +131,12 @@ def test_recommended_split_wins():
     placed = assign_splits(rows, seed=3)
     assert {a.split for a in placed if a.participant == "x"} == {"val"}
     assert {a.split for a in placed} == set(SPLITS)
+
+
+def test_a_split_is_balanced_by_the_diagnosis_before_the_group_of_a_study():
+    labels = {"label": "c", "study_group": "b", "diagnosis": "a"}
+    assert [diagnosis_of(dict(list(labels.items())[:n])) for n in range(4)] == [None, "c", "b", "a"]
+    assert diagnosis_of(labels | {"diagnosis": ""}) == "b"
 
 
 def test_only_known_words_name_a_split():

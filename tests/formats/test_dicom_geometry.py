@@ -245,6 +245,88 @@ def test_the_distance_of_bscans_is_not_their_thickness():
         assert read_geometry(whole, SHAPE, "any", "here").spacing_mm == (0.12, 0.0039, 0.0115)
 
 
+def test_what_a_header_declares_is_compared_with_positions_and_a_placeholder_of_neither_counts():
+    """A thickness of 1 mm beside a true distance is nothing to refuse; a distance of 1 mm is."""
+    frames = planes(-0.12 * np.outer(np.arange(9), (0, 0, 1)), [(np.eye(3)[0], np.eye(3)[1])] * 9)
+    for thickness, flags in ((0.1, ("slice_thickness_contradicts_positions",)), (0.115, ()), (0.12, ())):
+        found = read_geometry(dataset(frames, (0.12, 0.0039, 0.0115), thickness), SHAPE, "any", "here")
+        assert found.spacing_mm[0] == pytest.approx(0.12) and found.flags == flags
+    whole = dataset([], (0.12, 0.0039, 0.0115), thickness=1.0)
+    measures = whole.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
+    measures.SpacingBetweenSlices = 0.12
+    assert read_geometry(whole, SHAPE, "any", "here").spacing_mm[0] == 0.12
+    measures.SpacingBetweenSlices, measures.SliceThickness = 1.0, 0.12
+    with pytest.raises(ReadError, match="exactly 1 mm is a placeholder"):
+        read_geometry(whole, SHAPE, "any", "here")
+
+
+@pytest.mark.parametrize(("count", "doubted"), [(150, True), (199, True), (201, False), (400, False)])
+def test_a_thickness_like_the_distance_of_a_scans_is_doubted_where_the_field_would_be_flat(count, doubted):
+    found = read_geometry(dataset([], (0.0115, 0.0039, 0.0115), 0.0115), (count, *SHAPE[1:]), "any", "here")
+    assert found.flags == ("slice_thickness_equals_lateral_spacing",) * doubted
+
+
+@pytest.mark.parametrize("vertical", [False, True])
+@pytest.mark.parametrize("stretched", [0.7, 0.92, 1.08, 1.3])
+def test_lines_on_a_fundus_image_whose_pixels_are_not_square_do_not_change_the_distance(vertical, stretched):
+    """Patient space has the true distance of B-scans. Where the image shows another one, horizontal lines are not used,
+    and vertical ones, without which superior would be taken for nasal, are moved to their true distance."""
+    (dz, dy, dx), fundus_mm, count = (0.24, 0.0039, 0.0115), 0.01, 6
+    pixels = np.array([SHAPE[2] * dx, 0]) / fundus_mm  # (along a B-scan, across)
+    step = np.array([0, dz * stretched / fundus_mm])
+    frames = planes(dz * np.outer(-np.arange(count), np.eye(3)[0 if vertical else 2]),
+                    [(np.eye(3)[2 if vertical else 0], np.eye(3)[1])] * count)  # fmt: skip
+    for n, frame in enumerate(frames):
+        ends = np.array([(100, 200) + n * step, (100, 200) + pixels + n * step])
+        frame.OphthalmicFrameLocationSequence = location(
+            ends if vertical else ends[:, ::-1]
+        ).OphthalmicFrameLocationSequence
+    found = read_geometry(dataset(frames, (dz, dy, dx)), (count, *SHAPE[1:]), "any", "here")
+    assert found.spacing_mm == pytest.approx((dz, dy, dx)) and found.frame_order is None
+    assert found.superior_first is (None if vertical else True)
+    far = abs(stretched - 1) > 0.1
+    if far and not vertical:
+        assert found.lines is None
+        return
+    assert found.lines is not None
+    shown = dz * (1 if far else stretched)
+    across, along = (0, 1) if vertical else (1, 0)  # (x to the right, y downwards)
+    for ends in (found.lines.start, found.lines.end):
+        np.testing.assert_allclose(np.diff(ends[:, across]), shown, rtol=1e-4)
+        np.testing.assert_allclose(np.diff(ends[:, along]), 0, atol=1e-6)
+    np.testing.assert_allclose((found.lines.end - found.lines.start)[:, along], SHAPE[2] * dx, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("tilt", "known"), [(0.6, True), (0.9, False), (1.4, False)])
+def test_b_scans_that_run_up_more_than_sideways_have_no_superior_end(tilt, known):
+    along, across = np.array([np.sin(tilt), np.cos(tilt)]), np.array([np.cos(tilt), -np.sin(tilt)])
+    frames = [location([(300, 300) + 20 * n * across, (300, 300) + 20 * n * across + 400 * along]) for n in range(9)]
+    found = read_geometry(dataset(frames, (0.23, 0.0039, 0.0115)), SHAPE, "any", "here")
+    assert found.superior_first is (True if known else None)
+
+
+def test_lines_in_patient_space_run_to_the_left_and_down_unless_the_beam_is_not_seen_from_the_front():
+    """LPS: x is the patient's left, to the right on a fundus image, and z goes up; the A-scans go back, along y."""
+    origin, (dz, dy, dx) = np.array([10.0, 5.0, 3.0]), (0.2, 0.0039, 0.0115)
+    positions = origin - dz * np.outer(np.arange(9), (0, 0, 1))
+    lines = read_geometry(dataset(planes(positions, [np.eye(3)[:2]] * 9), (dz, dy, dx)), SHAPE, "any", "here").lines
+    assert lines is not None
+    np.testing.assert_allclose(lines.start, [(10, dz * n - 3) for n in range(9)], atol=1e-6)
+    np.testing.assert_allclose(lines.end, [(10 + 399 * dx, dz * n - 3) for n in range(9)], atol=1e-6)
+    for degrees, known in ((0, True), (30, True), (60, False)):
+        x, y, z = rotation(0, np.deg2rad(degrees), 0).T
+        frames = planes(dz * np.outer(np.arange(9), x), [(-z, y)] * 9)
+        found = read_geometry(dataset(frames, (dz, dy, dx)), SHAPE, "any", "here")
+        assert (found.lines is not None) is known and found.superior_first is None
+
+
+def test_lines_of_a_star_are_as_long_as_from_the_first_to_the_last_a_scan():
+    data = dataset([location(ends) for ends in star(6, 0.2)], (0.1, 0.0039, 0.0115))
+    lines = read_geometry(data, (6, *SHAPE[1:]), "any", "here", LAYOUTS).lines
+    assert lines is not None
+    np.testing.assert_allclose(np.linalg.norm(lines.end - lines.start, axis=1), 399 * 0.0115, rtol=1e-5)
+
+
 def test_zero_slice_spacing_is_refused_and_zero_positions_flagged():
     zeros = planes(np.zeros((9, 3)), [(np.eye(3)[0], np.eye(3)[1])] * 9)
     whole = dataset(zeros, (0.1, 0.0039, 0.0115), thickness=0.05)
@@ -253,6 +335,14 @@ def test_zero_slice_spacing_is_refused_and_zero_positions_flagged():
     whole.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0].SpacingBetweenSlices = 0
     with pytest.raises(ReadError, match="SpacingBetweenSlices is 0"):
         read_geometry(whole, SHAPE, "any", "here")
+
+
+@pytest.mark.parametrize("odd", [0.04, 0.4])
+def test_one_wide_or_narrow_gap_is_flagged_and_changes_no_other_distance(odd):
+    at = np.cumsum([0, 0.1, 0.1, 0.1, odd, 0.1, 0.1, 0.1, 0.1])
+    frames = planes(-np.outer(at, (0, 0, 1)), [(np.eye(3)[0], np.eye(3)[1])] * 9)
+    found = read_geometry(dataset(frames, (0.1, 0.0039, 0.0115)), SHAPE, "any", "here")
+    assert found.spacing_mm[0] == pytest.approx(0.1) and found.flags == ("uneven_positions",)
 
 
 @pytest.mark.parametrize("described", [8, 10])
@@ -288,6 +378,29 @@ def test_a_distance_that_only_frames_state_goes_with_the_pixels_of_the_shared_gr
     whole.SharedFunctionalGroupsSequence = [item(PixelMeasuresSequence=item(PixelSpacing=[0.0039, 0.0115]))]
     whole.PerFrameFunctionalGroupsSequence = [item(PixelMeasuresSequence=item(SliceThickness=0.2))] * 9
     assert read_geometry(whole, SHAPE, "any", "here").spacing_mm == (0.2, 0.0039, 0.0115)
+
+
+@pytest.mark.parametrize("distance", ["SpacingBetweenSlices", "SliceThickness"])
+def test_pixels_that_only_frames_state_go_with_the_distance_of_the_shared_group(distance):
+    whole = Dataset()
+    whole.SharedFunctionalGroupsSequence = [item(PixelMeasuresSequence=item(**{distance: 0.2}))]
+    whole.PerFrameFunctionalGroupsSequence = [item(PixelMeasuresSequence=item(PixelSpacing=[0.0039, 0.0115]))] * 9
+    assert read_geometry(whole, SHAPE, "any", "here").spacing_mm == (0.2, 0.0039, 0.0115)
+    whole.PerFrameFunctionalGroupsSequence = [*whole.PerFrameFunctionalGroupsSequence[:8], Dataset()]
+    with pytest.raises(ReadError, match="no PixelSpacing"):  # of all frames
+        read_geometry(whole, SHAPE, "any", "here")
+
+
+def test_frames_are_ordered_by_their_lines_on_the_fundus_image_before_their_positions():
+    """Converters number positions in the order of storage."""
+    stored = [4, 0, 3, 1, 2, 8, 6, 5, 7]
+    frames = planes(np.outer(-np.arange(9), (0, 0, 1)), [(np.eye(3)[0], np.eye(3)[1])] * 9)
+    for frame, place in zip(frames, stored, strict=True):
+        line = [(100 + 20 * place, 50), (100 + 20 * place, 450)]
+        frame.OphthalmicFrameLocationSequence = location(line).OphthalmicFrameLocationSequence
+    found = read_geometry(dataset(frames, (0.23, 0.0039, 0.0115)), SHAPE, "any", "here")
+    assert found.frame_order is not None and [stored[n] for n in found.frame_order] == list(range(9))
+    assert found.superior_first and found.spacing_mm[0] == pytest.approx(0.23)
 
 
 def test_a_shared_group_that_frames_contradict_is_refused():

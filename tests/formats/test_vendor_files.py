@@ -97,6 +97,21 @@ def test_bioptigen_agrees_with_oct_converter(tmp_path, oct_converter):
     np.testing.assert_array_equal(read_volume(uri).voxels, np.stack(theirs.volume).transpose(0, 2, 1))
 
 
+@pytest.mark.parametrize(("side", "word"), [("R", "OD"), ("L", "OS")])
+def test_the_eye_is_the_one_that_a_file_states(tmp_path, side, word):
+    voxels = telling_voxels()
+    optovue = write_optovue(tmp_path / "b.OCT", voxels.astype(np.float32), eye=word)
+    text = optovue.with_suffix(".txt").read_text()
+    optovue.with_suffix(".txt").write_text("Protocol = OD and OS\n" + text)
+    for uri in (
+        write_topcon(tmp_path / "a.fds", voxels, laterality=side), optovue,
+        write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(voxels)}, eyes=side),
+        write_vol(tmp_path / "a.vol", voxels, laterality=word),
+        write_img(tmp_path / f"Cube 36x12_1-2-2001_1-2-3_{word}_sn4_cube_z.img", telling_voxels(shape=(12, 1024, 36))),
+    ):  # fmt: skip
+        assert read_header(uri).laterality == side, uri.name
+
+
 # ---- Heidelberg .e2e
 # -------------------------------------------------------------------------------------------------------------
 
@@ -265,6 +280,42 @@ def test_layers_of_an_e2e_lie_on_its_bscans_as_those_of_a_vol(tmp_path):
     forward = np.abs(voxels - whole).max() <= 1  # which end comes first is not known
     np.testing.assert_array_equal(sorted_again.heights_px, rows if forward else rows[:, ::-1])
     assert read_surfaces(write_e2e(tmp_path / "c.e2e", {(1, 2, 3): codes})) is None
+
+
+def test_an_e2e_that_stores_its_last_bscan_first_is_the_same_scan(tmp_path):
+    codes = e2e_codes(telling_voxels())
+    rows = np.add.outer(np.arange(12.0), np.arange(36)) + 1
+    files = [
+        write_e2e(tmp_path / f"{n}.e2e", {(1, 2, 3): codes}, layers={0: rows}, backwards_from=first)
+        for n, first in enumerate((None, 0, 5))
+    ]
+    for file in files:
+        volume, found = read_volume(file), read_surfaces(file)
+        np.testing.assert_array_equal(volume.voxels, read_volume(files[0]).voxels)
+        assert volume.lines is not None and np.all(np.diff(volume.lines.start[:, 1]) > 0)
+        assert found is not None
+        np.testing.assert_array_equal(found.heights_px[0], rows)
+
+
+def test_an_e2e_that_names_both_eyes_names_none(tmp_path):
+    path = write_e2e(tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(telling_voxels())})
+    stored, own = path.read_bytes(), (bytes(14) + b"R").ljust(27, b"\0")
+    assert stored.count(own) == 1
+    path.write_bytes(stored.replace(own, own.replace(b"R", b"L")))
+    assert read_header(path).laterality is None
+
+
+def test_heights_above_the_image_and_none_are_no_layer(tmp_path):
+    """A .vol may hold heights below 0 beside its largest float, a .e2e 0 where nothing was found."""
+    rows = np.add.outer(np.arange(12.0), np.arange(36)) + 1
+    known = np.arange(36) % 5 > 0
+    vol = write_vol(tmp_path / "a.vol", telling_voxels(), layers=np.where(known, rows, -3.0)[None])
+    e2e = write_e2e(
+        tmp_path / "a.e2e", {(1, 2, 3): e2e_codes(telling_voxels())}, layers={0: np.where(known, rows, 0.0)}
+    )
+    for found in map(read_surfaces, (vol, e2e)):
+        assert found is not None
+        np.testing.assert_array_equal(found.heights_px[0], np.where(known, rows, np.nan))
 
 
 def test_layers_of_a_topcon_lie_on_its_bscans(tmp_path):

@@ -55,6 +55,8 @@ def test_bias_and_limits_are_those_of_bland_and_altman(tmp_path):
     centre = device_agreement(write(tmp_path / "t.csv", rows))["zones"][0]
     apart = [float(row[UNIT["centre"]]) - float(row[DEVICE_UNIT["centre"]]) for row in rows]
     found = centre["bland_altman"]
+    level = [(float(row[UNIT["centre"]]) + float(row[DEVICE_UNIT["centre"]])) / 2 for row in rows]
+    np.testing.assert_allclose(centre["points"], np.transpose([level, apart]))
     assert found["bias"]["estimate"] == pytest.approx(np.mean(apart))
     assert found["upper"]["estimate"] == pytest.approx(np.mean(apart) + 1.96 * np.std(apart, ddof=1))
     assert found["lower"]["low"] < found["lower"]["estimate"] < found["lower"]["high"]
@@ -76,6 +78,14 @@ def test_differences_that_grow_with_thickness_are_named(tmp_path):
     assert page.count(words) == 1 and sum(words in line for line in summary_lines(grown)) == 1
     assert "changes with thickness" not in " ".join(summary_lines(plain))
     assert all(z["slope_per_100_um"] is None for z in device_agreement(write(tmp_path / "c.csv", rows[:8]))["zones"])
+
+
+def test_a_slope_counts_after_holms_correction_over_zones(tmp_path, monkeypatch):
+    chances = iter([0.5, 0.02, 0.5, 0.001, 0.5, 0.5, 0.03, 0.5, 0.007])
+    slope = {"estimate": 1.0, "low": 0.5, "high": 1.5}
+    monkeypatch.setattr(agreement, "slope", lambda *_: slope | {"p": next(chances)})
+    found = device_agreement(write(tmp_path / "t.csv", rows_of()))
+    assert found["changing"] == [ZONES[3]]  # 0.007 of 8 zones that are left is 0.056
 
 
 def test_two_eyes_alike_narrow_no_slope():
@@ -166,14 +176,14 @@ def test_what_cannot_be_compared_is_left_out_and_counted(tmp_path):
     rows[3] |= dict.fromkeys(UNIT.values(), "")
     rows[4][UNIT["centre"]] = " "  # as a spreadsheet may leave a blank
     rows[5][UNIT["centre"]] = f"{float(rows[5][DEVICE_UNIT['centre']]) + 40}"
-    rows[7][UNIT["centre"]] = f"{float(rows[7][DEVICE_UNIT['centre']]) - 30}"
+    rows[7][UNIT["centre"]] = f"{float(rows[7][DEVICE_UNIT['centre']]) - 60}"
     # Corrections of a page with an axial length: zones of another size than the device's.
     rows[6] |= {"axial_length_mm": "27.5"}
     found = device_agreement(write(tmp_path / "t.csv", rows))
     assert list(found["left_out"].values()) == [1, 1, 1, 1, 1] and found["used"] == 19
     assert found["zones"][0]["without_ours"] == 1 and found["zones"][0]["n_eyes"] == 18
-    assert [each["source"] for each in found["large"][:2]] == [rows[5]["source"], rows[7]["source"]]
-    assert [each["difference"] for each in found["large"][:2]] == pytest.approx([40, -30])
+    assert [each["source"] for each in found["large"][:2]] == [rows[7]["source"], rows[5]["source"]]
+    assert [each["difference"] for each in found["large"][:2]] == pytest.approx([-60, 40])
 
 
 def test_an_axial_length_that_is_no_number_is_named(tmp_path):
@@ -226,6 +236,10 @@ def test_the_devices_zones_may_come_from_another_table(tmp_path):
     for left_out in ((), ("source",)):
         device = write(tmp_path / "device.csv", others, leave_out=left_out)
         assert device_agreement(bare, device)["zones"] == whole["zones"]
+    # Nor does a zone that the device's table leaves blank come from the first table.
+    blank = [others[0] | {UNIT["centre"]: ""}, *others[1:]]
+    some = device_agreement(write(tmp_path / "t.csv", rows), write(tmp_path / "blank.csv", blank))["zones"]
+    assert (some[0]["n_eyes"], some[1]["n_eyes"]) == (23, 24)
     nameless = write(tmp_path / "nameless.csv", rows, leave_out=("participant", *DEVICE_UNIT.values()))
     found = device_agreement(nameless, write(tmp_path / "device.csv", others))
     assert found["participants"] == 12 and found["zones"] == whole["zones"], (

@@ -2,8 +2,10 @@
 
 import json
 import sys
+from copy import copy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +20,11 @@ from octfm.evaluation.statistics import Bootstrap, compare, holm
 from octfm.layers.finder import load_finder
 from octfm.layers.sample import samples
 from octfm.layers.segment import segment
+from octfm.models.layer_net import MASKS
 from octfm.phantom import phantom_volume, write_phantom
 from octfm.store.prepare import prepare
 from octfm.store.store import Store
+from octfm.tasks import layer_map as layer_map_module
 from octfm.tasks.layer_map import COLUMNS, Source, describe, layer_map, measured, spaced
 from octfm.volume.volume import Lines
 from support import BENCHMARKS
@@ -210,6 +214,48 @@ def test_layers_of_a_store_are_those_of_its_files(tmp_path):
 
 
 @pytest.mark.slow
+def test_layers_are_in_the_order_of_embeddings_whatever_that_of_the_store(store, tmp_path, monkeypatch):
+    turned = copy(store)
+    object.__setattr__(turned, "rows", store.rows[::-1])
+    number = {row.acquisition: float(row.index) for row in store.rows}
+    monkeypatch.setattr(
+        layer_map_module, "measured", lambda *_, **__: {n: np.full(len(COLUMNS), number[n]) for n in number}
+    )
+    for own in (store, turned):
+        arm = layer_map(own, tmp_path / "layers.jsonl", echo=lambda _: None)
+        assert list(arm.acquisition) == sorted(number) and list(arm.vectors[:, 0]) == [
+            number[n] for n in sorted(number)
+        ]
+
+
+def test_measurements_are_of_voxels_an_eye_and_millimetres_wherever_the_file_lies(store):
+    own = Source("a", "x.npy", "R", (0.1, 0.004, 0.01), "ff")
+    others = [replace(own, acquisition="b"), replace(own, laterality="L"), replace(own, spacing_mm=(0.2, 0.004, 0.01)),
+              replace(own, spacing_mm=None), replace(own, pixels="fe")]  # fmt: skip
+    assert len({own.key, *(other.key for other in others)}) == 6 and replace(own, uri="y.npy").key == own.key
+    assert [s.pixels for s in layer_map_module.sources_of(store)] == [row.pixels for row in store.rows]
+
+
+def test_masks_are_told_as_their_share_their_greatest_height_and_its_spread_over_bscans():
+    def no_place():
+        raise EvaluationError("no zones")
+
+    mask = np.zeros((2, 9, 4), bool)
+    mask[0, 2:5, 1] = mask[0, 4, 2] = mask[1, 3, 0] = mask[1, 5, 0] = True  # B-scan, row, A-scan
+    scan = SimpleNamespace(
+        spacing_mm=(0.1, 0.004, 0.01), masks=dict.fromkeys(MASKS, mask), place=no_place,
+        thickness_um=lambda *_: np.array([[10.0, 20], [30, np.nan]]), found=SimpleNamespace(present=np.ones((2, 4), bool)),
+    )  # fmt: skip
+    told = dict(zip(COLUMNS, describe(scan), strict=True))  # pyright: ignore[reportArgumentType]
+    for name in MASKS:
+        assert [told[f"{name}:{what}"] for what in ("area", "largest", "between_bscans")] == pytest.approx(
+            [3 / 8, 12, 1 / 8]
+        )
+    assert [told[f"ilm_bm:{what}"] for what in ("mean", "sd", "p5", "p95", "between_bscans")] == pytest.approx(
+        [20, np.std([10, 20, 30]), 11, 29, 7.5]
+    )
+
+
 def test_layers_of_files_without_millimetres_are_in_those_of_the_store(tmp_path):
     """And are measured again once others are declared beside a file, which changes no voxel."""
     eye, _ = phantom_volume(2, size=(6, 64, 48))

@@ -15,7 +15,7 @@ from octfm.models.predictor import PredictorConfig, predictor_table, seen_and_an
 from octfm.models.token_map import BACKGROUND, TISSUE
 from octfm.models.vit3d import TokenGrid, TokenIndex, ViTConfig, take_tokens
 from octfm.pretraining.inputs import make_inputs
-from octfm.pretraining.learner import Learner
+from octfm.pretraining.learner import Learner, optimizer_groups
 from octfm.pretraining.masks import MaskConfig, sample_masks
 from octfm.pretraining.monitors.leaks import leak
 from octfm.pretraining.step import accumulate
@@ -253,6 +253,54 @@ def test_validation_uses_both_sets(store):
     _, batch = first_step(store, config(**RUN))
     inputs = make_inputs(config(**RUN), store.preprocessing, HOST, batch, augmented=False)
     assert len(inputs.views) == 2 and inputs.masks.large is not None
+
+
+def test_an_update_that_is_not_made_changes_nothing(store):
+    """Neither by decay nor by the average of a teacher that lags behind."""
+    learner, _ = first_step(store, config())
+    with torch.no_grad():
+        learner.model.encoder.norm.weight.add_(1)
+    before = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+    for made in (False, True):
+        for p in learner.trained:
+            p.grad = torch.ones_like(p)
+        learner.update(torch.tensor(made))
+        assert all(float(state["step"]) == made for state in learner.optimizer.state.values())
+        same = {name: torch.equal(tensor, before[name]) for name, tensor in learner.model.state_dict().items()}
+        assert (
+            all(same.values())
+            if not made
+            else not any(same[f"encoder.{n}"] for n, _ in learner.model.encoder.named_parameters())
+        )
+
+
+@pytest.mark.parametrize(("allowed", "size"), [(None, 6), (6, 6), (5, 3), (4, 3), (2, 2), (1, 1)])
+def test_every_pass_has_the_same_number_of_volumes_whatever_memory_allowed(store, allowed, size):
+    learner, _ = first_step(store, config(data={"global_batch_size": 6, "per_device_batch_size": 6}))
+    if allowed is not None:
+        learner.state = replace(learner.state, micro_batch=allowed)
+    assert learner.micro_batch == size
+
+
+def test_gradients_are_those_of_the_mean_loss_whatever_the_size_of_a_pass(store):
+    """AdamW hides a factor, the norm that clips and is judged does not."""
+    learner, batch = first_step(store, config(data={"global_batch_size": 4, "per_device_batch_size": 4}))
+    gradients, losses = [], []
+    for size in (4, 2, 1):
+        learner.state = replace(learner.state, micro_batch=size)
+        results = accumulate(learner, batch, 0.5, everything=False)
+        losses.append(torch.stack([r.loss for r in results]).mean())
+        gradients.append([p.grad.clone() for p in learner.trained])
+        assert len(results) == 4 // size
+        torch.testing.assert_close(losses[-1], losses[0])
+        torch.testing.assert_close(gradients[-1], gradients[0], rtol=1e-3, atol=1e-6)
+
+
+def test_networks_that_are_only_averaged_are_not_trained():
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2) for name in ("encoder", "target_head", "head_of_target_")})
+    decayed, free = optimizer_groups(model)
+    assert [id(p) for p in decayed] == [id(model[name].weight) for name in ("encoder", "head_of_target_")]
+    assert [id(p) for p in free] == [id(model[name].bias) for name in ("encoder", "head_of_target_")]
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])

@@ -14,7 +14,7 @@ from octfm.models import recompute
 from octfm.models.objectives.data2vec import Data2Vec
 from octfm.models.objectives.jepa import JEPA, JEPAConfig
 from octfm.models.objectives.mae import MAE
-from octfm.models.objectives.objective import ObjectiveOutput, View, absolute_error
+from octfm.models.objectives.objective import ObjectiveOutput, View, absolute_error, median
 from octfm.models.objectives.voxels import averaged, despeckled
 from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import (
@@ -77,6 +77,8 @@ def test_F11_context_encoder_cannot_see_target_voxels(name, positions):
 def test_F11_teacher_moves_and_gets_no_gradient(name):
     """In the prototype the EMA update was never called: the teacher stayed random for weeks."""
     model = build(name)
+    weights = model.encoder.state_dict()
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in model.target_encoder.state_dict().items())
     model([View(patches(), patches(), INDEX)], 0.5).loss.backward()
     assert all(p.grad is None for p in model.target_encoder.parameters())
     assert all(p.grad is not None for p in [*model.encoder.parameters(), *model.predictor.parameters()])
@@ -98,6 +100,30 @@ def test_F11_goals_are_the_targets_own_features(name):
     torch.testing.assert_close(output.masked_goal_BTD, take_tokens(every, INDEX.target))
     torch.testing.assert_close(output.context_goal_BCD, take_tokens(every, INDEX.context))
     torch.testing.assert_close(output.features_BMD, features)
+
+
+@every
+def test_what_is_frozen_is_the_teacher_or_the_encoder_that_learns(name):
+    model = build(name)
+    assert model.frozen_encoder("context") is model.encoder
+    assert model.frozen_encoder("target") is (model.encoder if name == "mae" else model.target_encoder)
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_a_median_is_torchs_own_also_where_torch_has_none(count, monkeypatch):
+    rows = torch.randn(count, 7, generator=torch.Generator().manual_seed(0))
+    expected = median(rows)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert torch.equal(median(rows), expected) and torch.equal(expected, rows.quantile(0.5, 0, interpolation="lower"))
+
+
+@pytest.mark.parametrize("name", ["vjepa2", "data2vec", "mae", "voxels", "despeckled", "despeckled mae"])
+def test_goals_are_of_what_has_no_noise_whatever_the_encoder_sees(name):
+    model, x = build(name), patches()
+    clean, noisy = (model([View(seen, x, INDEX)], 0.5) for seen in (x, x + 3 * patches().flip(1)))
+    torch.testing.assert_close(noisy.masked_goal_BTD, clean.masked_goal_BTD)
+    torch.testing.assert_close(noisy.context_goal_BCD, clean.context_goal_BCD)
+    assert not torch.isclose(noisy.loss, clean.loss)
 
 
 @every
@@ -238,9 +264,10 @@ def test_autoencoder_predicts_hidden_voxels_by_their_own_contrast():
     the goal."""
     model, x = build("mae"), patches()
     output = model([View(x, x, INDEX)], 0.0)
-    hidden = take_tokens(x, INDEX.target).numpy()
-    expected = (hidden - hidden.mean(-1, keepdims=True)) / np.sqrt(hidden.var(-1, ddof=1, keepdims=True) + 1e-6)
-    np.testing.assert_allclose(output.masked_goal_BTD.numpy(), expected, atol=1e-5)
+    for places, goal in ((INDEX.target, output.masked_goal_BTD), (INDEX.context, output.context_goal_BCD)):
+        own = take_tokens(x, places).numpy()
+        expected = (own - own.mean(-1, keepdims=True)) / np.sqrt(own.var(-1, ddof=1, keepdims=True) + 1e-6)
+        np.testing.assert_allclose(goal.numpy(), expected, atol=1e-5)
     recoloured = model([View(x, 3 * x + 7, INDEX)], 0.0)
     torch.testing.assert_close(recoloured.masked_goal_BTD, output.masked_goal_BTD, atol=1e-4, rtol=0)
     flat = model([View(x, torch.zeros_like(x), INDEX)], 0.0)

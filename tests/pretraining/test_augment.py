@@ -9,6 +9,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import kstest, uniform
 
 from octfm.models.token_map import token_map
 from octfm.models.vit3d import normalise
@@ -77,6 +78,31 @@ def test_identity_recolouring_is_plain_normalisation():
     torch.testing.assert_close(augment.recoloured(patches, index, moves, 0.2, 0.3), normalise(patches, 0.2, 0.3))
 
 
+def test_grey_values_are_raised_to_gamma_then_multiplied_by_gain_and_normalised():
+    patches = torch.arange(256, dtype=torch.uint8).reshape(2, 4, 32)
+    index, gamma, gain = torch.arange(4).expand(2, -1), torch.tensor([0.7, 1.4]), torch.tensor([1.3, 0.8])
+    moves = augment.Moves(torch.zeros(2), None, gain_B=gain, gamma_B=gamma, strength_2B=None, key_B=gain.int())
+    grey = np.arange(256).reshape(2, 4, 32) / 255
+    expected = [((1.3 * grey[0] ** 0.7) - 0.2) / 0.3, ((0.8 * grey[1] ** 1.4) - 0.2) / 0.3]
+    np.testing.assert_allclose(augment.recoloured(patches, index, moves, 0.2, 0.3), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [AugmentConfig(), EVERYTHING])
+def test_labels_move_with_the_voxels_to_whole_classes_and_nothing_is_known_of_what_enters(config):
+    labels = np.zeros((3, 2, 64, 32), np.uint8)
+    labels[:, :, 20:] = 7
+    labels[:, :, 30:] = 12
+    drawn = replace(augment.draw(config, rngs(3)), shift=np.array([5, -5, 0]))
+    moves = drawn.on_device(torch.from_numpy, *labels.shape[2:], SPACING)
+    moved = augment.move_labels(torch.from_numpy(labels)[:, None], moves)[:, 0].numpy()
+    assert set(np.unique(moved)) <= {0, 7, 12, 255}
+    nothing = warp(np.full_like(labels, 255), drawn) == 0
+    assert nothing.any() and (moved[nothing] == 255).all()
+    for name in (7, 12):  # as the picture of the class moves, but for voxels that it shares with others
+        share = warp(np.where(labels == name, 255, 0).astype(np.uint8), drawn)
+        assert (moved[share > 230] == name).all() and not (moved[share < 25] == name).any()
+
+
 def warp(voxels, drawn):
     """uint8 [B, D, H, W] through the device path."""
     moves = drawn.on_device(torch.from_numpy, *voxels.shape[2:], SPACING)
@@ -99,6 +125,24 @@ def tilted_band(rng, d=3, h=96, w=32):
     return band.astype(np.float32), valid, np.round(200 * inside).astype(np.uint8)
 
 
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_movements_are_those_that_are_set_in_millimetres_rows_and_degrees(mirrored):
+    """A blob at a known place of a volume whose pixels are not square is found where the definition puts it."""
+    (h, w), (row, column) = (160, 100), (90.5, 40.5)  # from the upper left corner, in voxels
+    _, dy, dx = SPACING
+    y, x = np.mgrid[:h, :w] + 0.5
+    blob = np.round(250 * np.exp(-((y - row) ** 2 + (x - column) ** 2) / 18)).astype(np.uint8)[None, None]
+    shift, lateral_mm, wider, taller, slope = 6, 0.5, 1.2, 1.1, np.tan(np.deg2rad(5))
+    config = AugmentConfig(axial_shift=8, lateral_shift_mm=1, lateral_scale=0.5, axial_scale=0.5, tilt_deg=9)
+    drawn = augment.Augmentation.of(config, [(shift, 1, 1, lateral_mm, wider, taller, slope, mirrored, 0, 0, 0)])
+    moved = warp(blob, drawn)[0, 0].astype(float)
+    found = (moved * y).sum() / moved.sum(), (moved * x).sum() / moved.sum()
+    # About the middle of the B-scan, in millimetres: scaled, mirrored, moved, then sheared by where it has come to lie.
+    right_mm = (-1 if mirrored else 1) * wider * (column - w / 2) * dx + lateral_mm
+    down_mm = taller * (row - h / 2) * dy + shift * dy + slope * right_mm
+    assert found == pytest.approx((h / 2 + down_mm / dy, w / 2 + right_mm / dx), abs=0.05)
+
+
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), scale=st.floats(0, 0.5), tilt=st.floats(0, 20))
 def test_F13_no_setting_flips_the_retina_or_an_eye_of_known_side(seed, scale, tilt):
@@ -119,6 +163,20 @@ def test_F13_no_setting_flips_the_retina_or_an_eye_of_known_side(seed, scale, ti
         both = np.take(whole, range(1, whole.shape[axis]), axis) & np.take(whole, range(whole.shape[axis] - 1), axis)
         assert both.any((1, 2, 3)).all()
         assert (np.where(both, np.diff(moved, axis=axis), 0) * sign[:, None, None, None] >= 0).all()
+
+
+def test_what_is_drawn_has_the_ranges_and_the_distributions_that_are_set():
+    config = AugmentConfig(axial_shift=3, contrast=0.3, gamma=0.5, lateral_shift_mm=0.4, lateral_scale=0.2,
+                           axial_scale=0.1, tilt_deg=8, noise=0.05, speckle=0.2)  # fmt: skip
+    drawn = augment.draw(config, rngs(600))
+    slope = np.tan(np.deg2rad(8))
+    for values, low, high in (
+        (drawn.gain, 0.7, 1.3), (np.log(drawn.gamma), -np.log(1.5), np.log(1.5)), (drawn.lateral_mm, -0.4, 0.4),
+        (np.log(drawn.lateral_scale), -np.log(1.2), np.log(1.2)), (np.log(drawn.axial_scale), -np.log(1.1), np.log(1.1)),
+        (drawn.slope, -slope, slope), (drawn.noise, 0, 0.05), (drawn.speckle, 0, 0.2),
+    ):  # fmt: skip
+        assert kstest(values, uniform(low, high - low).cdf).pvalue > 1e-3
+    assert set(drawn.shift) == set(range(-3, 4)) and len(set(drawn.key)) == 600
 
 
 def test_half_of_the_unknown_eyes_are_mirrored_and_only_on_request():

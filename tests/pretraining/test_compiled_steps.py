@@ -4,6 +4,8 @@ tests/xla."""
 import importlib.util
 from dataclasses import replace
 from functools import partial
+from math import inf, nan
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -15,12 +17,13 @@ from octfm.models.objectives.jepa import JEPAConfig
 from octfm.models.objectives.objective import ObjectiveConfig
 from octfm.pretraining.monitors import monitors
 from octfm.pretraining.monitors.health import HealthConfig
-from octfm.pretraining.monitors.limits import limits
+from octfm.pretraining.monitors.limits import Limits, limits
 from octfm.pretraining.preflight import examine_tpu
 from octfm.pretraining.preflight.cost import step_cost
 from octfm.pretraining.preflight.tpu import smaller_steps
 from octfm.pretraining.run_state import RunState
 from octfm.pretraining.settings import PretrainConfig
+from octfm.pretraining.step import MicroStep, judge
 from octfm.run.launch import join
 from octfm.run.optimizers import CompiledAdamW
 from octfm.run.runtime import Runtime, RuntimeConfig
@@ -79,6 +82,29 @@ def test_limits_are_where_the_spike_detector_begins_to_find_something():
                 loss, norm = float(np.float32(loss * factor)), float(np.float32(norm))
                 beyond = loss > most.loss or loss > most.lasting_loss or norm > most.grad_norm
                 assert (monitors.spike(health, state, loss, norm) is not None) == beyond
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "made"),
+    [("", 0, True), ("masked", nan, False), ("masked", inf, False), ("context", nan, False), ("norm", nan, False),
+     ("norm", inf, False), ("loss", 2.4, False), ("lasting_loss", 2.4, False), ("grad_norm", 2.9, False)],
+)  # fmt: skip
+def test_an_update_is_made_only_if_all_numbers_of_all_ranks_are_finite_and_within_their_limits(at, value, made):
+    """Two ranks of two micro-batches each, of which the other has the same numbers."""
+    masked, context, norm = torch.tensor([1.0, 2, 3, 4]), torch.ones(4), torch.tensor(3.0)
+    for name, tensor in (("masked", masked[2:3]), ("context", context[:1]), ("norm", norm)):
+        if at == name:
+            tensor.fill_(value)
+    parts = [MicroStep(torch.zeros(()), masked[own], context[own], None) for own in (slice(2), slice(2, 4))]  # pyright: ignore[reportArgumentType]
+    learner = SimpleNamespace(
+        runtime=SimpleNamespace(sum_=lambda sums: sums.mul_(2), numbers=Runtime(torch.device("cpu")).numbers),
+        config=SimpleNamespace(data=SimpleNamespace(global_batch_size=8)),
+    )
+    most = Limits(**{at: value}) if at in Limits.__dataclass_fields__ else Limits()
+    outcome = judge(learner, parts, norm, most)  # pyright: ignore[reportArgumentType]
+    assert bool(outcome.made) is made
+    if at != "masked":
+        assert float(outcome.loss) == 2.5
 
 
 @pytest.mark.skipif(HERE, reason="torch_xla is installed")

@@ -104,6 +104,28 @@ def test_too_few_image_tokens_are_repeated_and_counted():
     assert not np.intersect1d(masks.context, masks.target).size
 
 
+def test_a_small_volume_hides_its_share_and_shows_the_rest():
+    """Its few different tokens are repeated, and the counts that are the same for every volume must not hide all."""
+    maps = np.full((1, *GRID), PADDING, np.uint8)
+    maps[0, 0, 0, :5] = maps[0, 2, 3, :5] = TISSUE
+    masks = sample_masks(MaskConfig(budget=64, mask_ratio=0.6, context_ratio=0.35), maps, rngs(1))
+    assert (len(set(masks.target[0])), len(set(masks.context[0]))) == (6, 4)
+
+
+@pytest.mark.parametrize(("aspect", "rows", "columns"), [(2.25, 10, 4), (1 / 2.25, 4, 10), (1.0, 6, 6)])
+def test_a_block_has_the_area_and_the_height_over_width_that_are_set(aspect, rows, columns):
+    """As many targets as one column of a block, so that there is never a second block; 16 % of 16 x 16 tokens."""
+    maps = np.full((1, 8, 16, 16), TISSUE, np.uint8)
+    config = MaskConfig(
+        budget=None, plane="bscan", aspect=(aspect, aspect), block_area=0.16, mask_ratio=8 * rows / 2048
+    )
+    spans = []
+    for seed in range(40):
+        _, row, column = np.unravel_index(sample_masks(config, maps, rngs(1, seed)).target[0], maps.shape[1:])
+        spans.append((np.ptp(row) + 1, np.ptp(column) + 1))
+    assert tuple(np.max(spans, axis=0)) == (rows, columns)
+
+
 @pytest.mark.parametrize("plane", ["bscan", "enface"])
 def test_thin_tissue_and_small_blocks_still_find_enough_targets(plane):
     """Blocks around tissue alone would never cover the background that a full budget keeps."""

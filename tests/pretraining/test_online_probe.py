@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.spatial.distance import cosine
 
 from octfm.errors import ConfigError, Preempted
 from octfm.models.pooling import pooled
@@ -127,6 +128,62 @@ def test_readouts_find_what_is_there_and_nothing_else(kind, good, chance):
     assert probe._score(cases, probe._neighbours(cases, x, x_new)) > chance + 0.05
     chances = [probe._score(c, probe._ridge(c, a, b)) for c, a, b in (made_up(kind, False, seed=s) for s in range(5))]
     assert abs(np.mean(chances) - chance) < 0.12
+
+
+@pytest.mark.parametrize("kind", ["number", "classes"])
+def test_scores_are_the_textbooks_for_vectors_of_all_lengths_that_lie_elsewhere_in_validation(kind):
+    rng = np.random.default_rng(4)
+    cases, x, x_new = made_up(kind, True, seed=2)
+    x, x_new = (v * rng.uniform(0.2, 5, (len(v), 1)) * np.geomspace(0.1, 30, 24) + 7 for v in (x, x_new))
+    x_new[:, :5] += 2
+    if kind == "number":
+        cases = replace(cases, train_label=cases.train_label + 100, held_out_label=cases.held_out_label + 103)
+    y, y_new = cases.train_label, cases.held_out_label
+    row = probe._judge(cases, x, x_new)
+    z, z_new = (x - x.mean(0)) / x.std(0), (x_new - x.mean(0)) / x.std(0)
+    nearest = [sorted(range(len(x)), key=lambda n: cosine(new, z[n]))[: probe.NEIGHBOURS] for new in z_new]
+    linear = probe._ridge(cases, z, z_new)
+    if kind == "number":
+        answers = linear[:, 0], np.array([y[own].mean() for own in nearest])
+        expected = [1 - np.mean((y_new - answer) ** 2) / np.var(y_new) for answer in answers]
+    else:
+        votes = [[(y[own] == k).sum() / (y == k).sum() for k in range(3)] for own in nearest]
+        answers = linear.argmax(1), np.argmax(votes, axis=1)
+        expected = [np.mean([(answer[y_new == k] == k).mean() for k in range(3)]) for answer in answers]
+    assert [row["score"], row["knn"]] == pytest.approx(expected, abs=1e-9)
+    assert (row["metric"], row["chance"]) == (("r2", 0) if kind == "number" else ("balanced_accuracy", 1 / 3))
+
+
+def test_a_class_without_training_volumes_is_no_class_and_its_volumes_are_not_scored(store, tmp_path):
+    val = select(store, "val")
+    people = {row.participant: row.split for row in store.rows}
+    only = store.rows[val[0]].participant
+    label = {person: "c" if person == only else "ab"[n % 2] for n, person in enumerate(sorted(people))}
+    table = tmp_path / "labels.tsv"
+    table.write_text("participant_id\tletter\n" + "".join(f"{person}\t{own}\n" for person, own in label.items()))
+    found = cases_of(store, target="letter", labels=str(table))
+    assert found is not None and found.classes == ("a", "b") and found.chance == 0.5
+    kept = [row for row in val if store.rows[row].participant != only]
+    assert 0 < len(kept) < len(val) and found.held_out.tolist() == kept
+    for chosen, numbers in ((found.train, found.train_label), (found.held_out, found.held_out_label)):
+        assert [found.classes[n] for n in numbers] == [label[store.rows[row].participant] for row in chosen]
+
+
+@pytest.mark.parametrize(("different", "classes"), [(10, 10), (11, 0)])
+def test_up_to_ten_different_numbers_are_grades(store, tmp_path, different, classes):
+    people = sorted(
+        {row.participant for row in store.rows if row.split != "test"},
+        key=lambda person: ([row.split for row in store.rows if row.participant == person], person),
+    )
+    table = tmp_path / "labels.tsv"
+    rows = [f"{person}\t{eye}\t{(2 * n + (eye == 'L')) % different}" for n, person in enumerate(people) for eye in "RL"]
+    table.write_text("\n".join(["participant_id\tlaterality\tgrade", *rows]))
+    found = cases_of(store, target="grade", labels=str(table))
+    assert (
+        found is not None
+        and len(found.classes) == classes
+        and found.metric == ("balanced_accuracy" if classes else "r2")
+    )
 
 
 def test_ridge_equals_the_textbook_form():

@@ -20,6 +20,7 @@ from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Catalog
 from octfm.display import interval
 from octfm.errors import EvaluationError
+from octfm.evaluation.scoring import HEADLINE, PLANNED
 from octfm.report.card.model_card import model_card
 from octfm.report.card.paper import methods, shareable_run
 from octfm.report.data_health import write_data_health
@@ -28,8 +29,19 @@ from octfm.report.html import summary_lines, write_report
 from octfm.report.images import example_pictures
 from octfm.report.overview import data_flow, next_step
 from octfm.report.participants import characteristics
-from octfm.report.sources import gather
-from octfm.report.words import key_result, seen_sentence, verdict
+from octfm.report.sources import Sources, gather
+from octfm.report.words import (
+    METRICS,
+    comparison_rows,
+    health_line,
+    key_result,
+    latest_health,
+    planned,
+    seen_sentence,
+    training_line,
+    verdict,
+)
+from octfm.report.words import leakage as leakage_of
 from octfm.store.store import Store
 from octfm.tasks.scene import Overlay, Placement, Scene
 from support.browser import Browser, assert_renders, needs_chromium
@@ -294,6 +306,21 @@ def test_a_tissue_map_that_is_ahead_is_said_first(p_holm, tone):
     assert "excludes 0, but not after Holm's correction" in text and text.count(". ") <= 2
 
 
+@pytest.mark.parametrize("found", ["better", "inconclusive", "worse"])
+def test_only_a_tissue_map_that_is_ahead_is_said_to_be_and_once(found):
+    result = probe_result()
+    (main,) = (
+        c for c in result["comparisons"] if (c["target"], c["metric"], c["b"]) == ("disease", "auroc", "histogram")
+    )
+    map_ = main | {"b": "tissue_map", "difference": -0.1, "low": -0.14, "high": -0.06, "verdict": found, "p_holm": 0.01}
+    result["comparisons"].append(map_)
+    tone, text = verdict(result)
+    assert tone == ("worse" if found == "worse" else "better")
+    assert ("tissue map" in text) == (found == "worse") and text.count("worse than") == (found == "worse")
+    result["comparisons"] = [map_]
+    assert verdict(result)[0] == found and verdict(result)[1].count("the tissue map") == 1
+
+
 def test_a_verdict_says_where_intervals_of_folds_are_too_narrow():
     """Simulated: 40 participants, or 120 at AUROC .68, call equal encoders different in 15 to 21 % of cohorts."""
     result = probe_result()
@@ -473,6 +500,71 @@ def test_at_most_600_words_before_unfolding_and_nothing_twice(page):
     assert "watch" in shown.split() and "look at effective rank (watch)" in shown, "trouble is not folded away"
     details = [a for t, a in elements.tags if t == "details"]
     assert len(details) >= 9 and not any("open" in a for a in details)
+
+
+def test_fewer_labels_are_told_of_the_same_comparison_with_holm_and_the_counts_that_learned():
+    result = probe_result()
+    shown = result["label_efficiency_comparisons"]
+    result["label_efficiency_comparisons"] = [
+        {**shown[0], "target": "diagnosis"}, {**shown[0], "metric": "balanced_accuracy"}, {**shown[0], "b": "histogram"},
+        {**shown[0], "low": None}, {**shown[0], "fraction": 1.0}, *shown, {**shown[0], "p_holm": 0.2},
+    ]  # fmt: skip
+    told = key_result(result)[1].partition("That is with ")[2]
+    assert told == (
+        "174 labelled participants to learn from; with 44: +0.13 (+0.08 to +0.18), better; with 87: +0.02 (-0.03 "
+        "to +0.07), inconclusive; with 44: +0.13 (+0.08 to +0.18), better, but not after Holm."
+    )
+
+
+def test_the_key_result_is_of_disease_wherever_it_stands_and_of_the_first_target_without():
+    result = probe_result()
+    result["results"] = sorted(result["results"], key=lambda row: row["target"], reverse=True)
+    result["comparisons"] = result["comparisons"][::-1]
+    assert "telling healthy participants from those with any disease" in verdict(result)[1]
+    assert "histogram: AUROC +0.17 (" in verdict(result)[1], "not its gap in balanced accuracy"
+    result["results"] = [r for r in result["results"] if r["target"] in ("scanner", "study_group")][::-1]
+    assert "telling the study groups apart" in verdict(result)[1]
+
+
+def test_planned_comparisons_have_no_leakage_and_tables_the_metrics_of_the_headline():
+    rows = [
+        {"metric": metric, "leakage": leakage, "difference": 0.1, "low": 0.05, "high": 0.15}
+        for metric in METRICS
+        for leakage in (False, True)
+    ]
+    assert [(c["metric"], c["leakage"]) for c in planned({"comparisons": rows})] == [
+        (m, False) for m in METRICS if m in PLANNED
+    ]
+    shown = comparison_rows(rows)
+    assert [c["metric"] for c in shown[::2]] == [METRICS[m] for m in METRICS if m in HEADLINE]
+    results = [{"leakage": True, "metric": "auroc", "estimate": None}, {"leakage": False, "metric": "auroc", "estimate": 1},
+               {"leakage": True, "metric": "auprc", "estimate": 2}, {"leakage": True, "metric": "auroc", "estimate": 3}]  # fmt: skip
+    assert leakage_of(results) is results[3] and leakage_of(results[:3]) is None
+
+
+def test_whether_people_were_seen_is_told_by_the_worst_of_all_results():
+    def said(*counts):
+        return seen_sentence([{"seen_test_participants": count} for count in counts])
+
+    assert said() == said(0, 0) == ""
+    assert said(0, 4, 1) == "4 test participants had been seen in training, so these numbers are too good."
+    assert said(0, 4, None).startswith("Nobody can tell")
+
+
+def test_health_and_training_are_told_by_their_last_rows_the_worst_first():
+    def rows(*verdicts):
+        return [{"what": what, "verdict": verdict} for what, verdict in verdicts]
+
+    health = rows(("a", "ok"), ("b", "bad"), ("c", "bad"), ("d", "ok"), ("a", "watch"), ("b", "bad"), ("c", "ok"))
+    latest = latest_health(health)
+    assert [row["what"] for row in latest] == ["b", "a", "c", "d"] and latest[1]["counts"] == {"ok": 1, "watch": 1}
+    losses = [{"step": step, "masked_over_baseline": ratio} for step, ratio in ((0, 0.9), (9, 0.3), (19, 0.4))]
+    run = Sources(Path("run"), {}, None, losses, losses[:2], health, [], None, "", None, None, (), False, ())
+    assert health_line(run) == "4 checks; look at b (bad), a (watch)."
+    assert health_line(replace(run, health=health[3:4])) == "1 check; all ok."
+    told = training_line(run).replace("\u00a0", " ")
+    assert told.startswith("20 steps.") and "with 40 % of a constant prediction's error, 30 % on held-out" in told
+    assert "no validation was logged" in training_line(replace(run, validation=[]))
 
 
 def test_the_verdict_is_two_sentences():

@@ -316,8 +316,10 @@ def write_e2e(
     multiple: bool = False,
     layers: dict[int, np.ndarray] | None = None,
     pictures: tuple[tuple[int, int, int], ...] = (),
+    backwards_from: int | None = None,
 ) -> Path:
-    """`layers`: number of the layer -> rows [D, W], NaN where there is none, of every series.
+    """`layers`: number of the layer -> rows [D, W], NaN where there is none, of every series. `backwards_from`: number
+    of the first B-scan in a file that stores the last one first.
 
     `pictures`: (width, height, degrees) of each statement about the picture of the fundus, which is 5 wide, 6 high.
 
@@ -357,6 +359,9 @@ def write_e2e(
                 heights = np.where(np.isnan(rows[i]), np.finfo(np.float32).max, rows[i]).astype("<f4")
                 head = struct.pack("<4I", 0, layer, 0, width)
                 parts.insert(-1, ((patient, study, number), 2 * i, 0, 10019, head + heights.tobytes()))
+    if backwards_from is not None:
+        moved = [(ids, part + 2 * backwards_from * (part >= 0), *rest) for ids, part, *rest in parts]
+        parts = moved[::-1]
     start = 36 + directory.size
     at = start + directory.size + entry.size * len(parts)
     entries, content = b"", b""

@@ -9,10 +9,12 @@ import os
 import shutil
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from scipy.special import softmax
 
 from octfm.config import load
 from octfm.encoder.embeddings import of_store
@@ -29,6 +31,7 @@ from octfm.report.leaderboard import write_leaderboard
 from octfm.report.sources import gather
 from octfm.report.watch import watch
 from octfm.run import checkpoint
+from octfm.run.runtime import Runtime
 from octfm.run.tracking import read_metrics
 from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
@@ -236,6 +239,44 @@ def test_the_best_state_and_patience_survive_an_interruption(run, store, labels,
     assert len(rows) == 6, "four epochs without a better one"
 
 
+def test_predictions_are_those_of_the_best_state_and_not_of_the_last(run, store, labels, tmp_path, monkeypatch):
+    heads, predicts, predicted = [], module._predictions, []
+
+    def weights(training):
+        return [p.detach().clone() for p in training.model.head.parameters()]
+
+    def scripted(training):
+        heads.append(weights(training))
+        return [0.5, 0.9, 0.6][len(heads) - 1], 1.0
+
+    monkeypatch.setattr(module.FineTuning, "held_out_score", scripted)
+    monkeypatch.setattr(module, "_predictions", lambda t: (predicted.append(weights(t)), predicts(t))[1])
+    finetune(settings(run, store, labels, lr_encoder=0, epochs=3, patience=9), tmp_path / "run", echo=quiet)
+    same = [all(torch.equal(a, b) for a, b in zip(predicted[0], head, strict=True)) for head in heads]
+    assert same == [False, True, False]
+
+
+def test_a_better_epoch_has_the_higher_score_then_the_smaller_loss():
+    from_best = [(0.8, 0.4), (0.8, 0.5), (0.7, 0.1), (-2.0, 0.1), (np.nan, 0.3), (np.nan, 0.9)]
+    assert sorted(from_best, key=lambda epoch: module._rank(*epoch), reverse=True) == from_best
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_classes_weigh_alike_however_rare_unless_that_is_switched_off(weighted):
+    label = np.array([0, 2, 0, 0, 1, 0, 1, 2])  # the last two are validated on
+    cases = SimpleNamespace(
+        rows=np.array([9, 4, 1, 0, 7, 2, 5, 6]), label=label, classes=("a", "b", "c"), kind="multiclass",
+        target=SimpleNamespace(name="grade"),
+    )  # fmt: skip
+    model = SimpleNamespace(config=SimpleNamespace(class_weights=weighted), runtime=Runtime(torch.device("cpu")))
+    target = module._Target(SimpleNamespace(cases=cases, train=np.arange(6)), model)  # pyright: ignore[reportArgumentType]
+    answers = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    weight = torch.tensor([6 / 4, 6 / 1, 6 / 1]) / 3 if weighted else None
+    expected = torch.nn.functional.cross_entropy(answers, torch.from_numpy(label), weight, reduction="none").sum()
+    torch.testing.assert_close(target.loss(answers, cases.rows), expected)
+    np.testing.assert_allclose(np.exp(target.answer.log_prior), [4 / 6, 1 / 6, 1 / 6])
+
+
 def test_validation_follows_every_epoch_whatever_the_batch(run, store, labels, tmp_path):
     """A batch that does not divide the training volumes, and one that is larger than all of them."""
     said = list[str]()
@@ -297,7 +338,10 @@ def test_probabilities_take_a_participant_with_two_eyes_for_one(run, store, labe
     out = finetune(config, tmp_path / "run", echo=quiet)
     people = {str(task.cases.participant[i]): int(task.cases.label[i]) for i in task.train}
     share = np.bincount([*people.values()], minlength=3) / len(people)
-    np.testing.assert_allclose(np.exp(read_predictions(out / "predictions.parquet").facts["log_prior"]), share)
+    found = read_predictions(out / "predictions.parquet")
+    np.testing.assert_allclose(np.exp(found.facts["log_prior"]), share)
+    for value, grade in found.of_acquisition.values():
+        assert grade == pytest.approx(softmax(value) @ [0, 1, 2]), "the mean grade, not the likeliest"
     assert not np.allclose(np.exp(load_tuned(out).answer.log_prior), share)
 
 

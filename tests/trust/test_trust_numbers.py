@@ -1,5 +1,7 @@
 """Numbers of the trust report are those that scikit-learn, SciPy or a loop over scans finds by another route."""
 
+import csv
+import io
 from collections import defaultdict
 from dataclasses import replace
 from itertools import combinations
@@ -24,8 +26,9 @@ from octfm.evaluation.scoring import Predictions
 from octfm.evaluation.statistics import MIN_PARTICIPANTS
 from octfm.evaluation.tissue_map import tissue_map
 from octfm.trust.calibration import _ece_if_calibrated, calibration
-from octfm.trust.copies import _exact, same_speckle
+from octfm.trust.copies import _chance_threshold, _exact, _fine_detail, same_speckle
 from octfm.trust.failures import failures
+from octfm.trust.leaderboard import ranked, to_csv
 from octfm.trust.neighbours import neighbours
 from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
@@ -453,3 +456,50 @@ def test_speckle_is_recognised_up_to_four_rows_and_columns_away_and_mirrored(dow
     one, other = whole[:, 6:54, 6:46], whole[:, 6 + down : 54 + down, 6 + right : 46 + right]
     found = same_speckle(one, other[:, :, ::-1] if mirrored else other)
     assert (found > 0.5) == (max(abs(down), abs(right)) <= 4)
+
+
+def test_speckle_is_compared_within_the_retina_of_the_middle_bscans():
+    rng = np.random.default_rng(0)
+    voxels, band = rng.integers(0, 255, (1, 7, 40, 30)).astype(np.uint8), np.zeros((1, 2, 7, 30))
+    band[:, 0], band[:, 1] = 10, 25
+
+    def detail(pixels):
+        arrays = SimpleNamespace(voxels=pixels, band=band)
+        return _fine_detail(SimpleNamespace(read=lambda _: arrays), SimpleNamespace(index=0))  # pyright: ignore[reportArgumentType]
+
+    found = detail(voxels)
+    assert found.shape == (3, 40, 30) and not found[:, :10].any() and not found[:, 25:].any()
+    assert (found[:, 10:25] != 0).mean() > 0.99 and found.std() == pytest.approx(1, rel=1e-5)
+    other = voxels.copy()
+    other[0, [0, 1, 5, 6]], other[:, :, :5], other[:, :, 30:] = 0, 9, 200  # B-scans further out, vitreous, choroid
+    np.testing.assert_array_equal(detail(other), found)
+
+
+def test_what_is_chance_comes_from_pairs_of_different_people():
+    """Two scans of one person are alike for other reasons."""
+    own = np.random.default_rng(1).normal(size=(4, 3, 40, 30))
+
+    def threshold(*people):
+        data = SimpleNamespace(participant=np.array(people), scanner=np.array(["x"] * len(people)))
+        study = SimpleNamespace(seed=0, data=data)
+        detail = [own[ord(person) - ord("a")] for person in people]
+        return _chance_threshold(study, lambda i: detail[i], "x", "x")  # pyright: ignore[reportArgumentType]
+
+    assert threshold("a", "a", "a") == 0
+    assert 0 < threshold("a", "a", "b", "c", "d") < 0.2
+
+
+def test_a_leaderboard_lists_the_best_first_the_unmeasured_last_and_each_metrics_own_difference():
+    """R² of two entries is below 0, and still above what could not be measured."""
+    score = {"a": -0.2, "b": 0.6, "c": None, "d": -0.5}
+    row = {"what": "frozen", "target": "cst_um", "low": None, "high": None, "n_test_participants": 9, "seeds": 1}
+    gaps = {("mae", "b"): 7.0, ("r2", "b"): -0.8, ("r2", "d"): 0.3}
+    result = {
+        "results": [row | {"encoder": n, "metric": m, "estimate": score[n]} for n in score for m in ("mae", "r2")],
+        "comparisons": [{"metric": m, "b": n, "difference": gap} for (m, n), gap in gaps.items()],
+    }
+    assert [row["encoder"] for row in ranked(result)] == ["b", "a", "d", "c"]
+    lines = list(csv.DictReader(io.StringIO(to_csv(result))))
+    assert [line["entry"] for line in lines[::2]] == ["b", "a", "d", "c"]
+    found = {(line["metric"], line["entry"]): float(line["difference"]) for line in lines if line["difference"]}
+    assert found == gaps

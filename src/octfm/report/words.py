@@ -394,4 +394,4 @@ def health_line(sources: Sources) -> str:
     if not latest:
         return "No health verdict has been logged yet."
     troubled = ", ".join(f"{row['what']} ({row['verdict']})" for row in latest if row["verdict"] != "ok")
-    return f"{len(latest)} checks; " + (f"look at {troubled}." if troubled else "all ok.")
+    return f"{display.number(len(latest), 'check')}; " + (f"look at {troubled}." if troubled else "all ok.")
