@@ -42,8 +42,8 @@ def test_an_eye_a_label_or_millimetres_that_any_copy_contradicts_are_doubted_onc
             {"age": "50"} | ({} if own["diagnosis"] is None else {"diagnosis": own["diagnosis"]}),
         )
         flags = ("laterality_conflict",) if own["unclear"] and own["eye"] is None else ()
-        copies.append(replace(FIRST, uri=uri, participant=own["who"], laterality=own["eye"], participant_labels=labels, flags=flags))  # fmt: skip
         spacing_mm = (SPACING_MM[0], SPACING_MM[1] * own["scale"], SPACING_MM[2])
+        copies.append(replace(FIRST, uri=uri, participant=own["who"], laterality=own["eye"], spacing_mm=spacing_mm, participant_labels=labels, flags=flags))  # fmt: skip
         headers.append(replace(HEADER, uri=uri, spacing_mm=spacing_mm, superior_first=own["superior_first"]))
         duplicates.append((headers[-1], Reject(uri, "duplicate_sop_uid", f"{uri}: a copy", 1)))
     (kept,), rejects, pairs = compare_copies([FIRST], copies, headers[:1], duplicates)

@@ -283,7 +283,7 @@ def test_the_leaderboard_checks_labels_before_it_embeds(tmp_path):
     labels = tmp_path / "labels.tsv"
     rows = {
         "No acquisition has a label in column grade.*labels.tsv": ["P{i:03d}\t"],
-        r"The test participants have low of the classes .* \(high, low\)": ["P{i:03d}\t{grade}"],
+        r"Of the classes .* \(high, low\), the test has only low": ["P{i:03d}\t{grade}"],
         "no participant_id matches": ["Q{i:03d}\t{grade}"],
     }
     for message, (row,) in rows.items():

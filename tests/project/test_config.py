@@ -271,7 +271,7 @@ def test_settings_made_in_python_are_refused_in_one_line_too():
 @pytest.mark.parametrize(
     ("written", "place"),
     [
-        ("runs/a/", "runs/a"), ("./runs//a//", "./runs//a"), ("/", "/"), ("", ""), ("./", "."),
+        ("runs/a/", "runs/a"), ("./runs//a//", "./runs//a"), ("/", "/"), ("./", "."),
         ("s3://b/a/", "s3://b/a"), ("s3://b/", "s3://b"), ("s3://", "s3://"), ("x.zip!/a/", "x.zip!/a"),
     ],
 )  # fmt: skip
