@@ -119,7 +119,7 @@ def test_participants_who_all_have_one_ill_eye_cannot_be_scored(tmp_path, design
     for r in cohort.rows:
         r["diagnosis"] = "dme" if r["laterality"] == "L" else "healthy"
     labels = cohort.labels(tmp_path / "l.tsv")
-    with pytest.raises(EvaluationError, match="Of the classes .*, the test has only disease"):
+    with pytest.raises(EvaluationError, match=r"Of the classes .*, the test has only disease"):
         probe([cohort.embeddings(tmp_path / "a.parquet")], labels, targets=["disease"], design=design)
 
 
