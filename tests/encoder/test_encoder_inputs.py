@@ -63,7 +63,8 @@ def test_a_volume_of_micrometres_or_tensors_is_refused(encoder):
     with pytest.raises(ReadError, match=r"expected \(dz, dy, dx\) in millimetres, got rows .* divide micrometres"):
         encoder.embed(replace(volume, spacing_mm=tuple(1000 * mm for mm in volume.spacing_mm)))
     tensor, masked = torch.from_numpy(volume.voxels.copy()), np.ma.masked_less(volume.voxels, 9)
-    for voxels, kind in ((tensor, "Tensor"), (volume.voxels.tolist(), "list"), (masked, "MaskedArray")):
+    gaps = r"MaskedArray; fill its gaps with \.filled\(0\)"
+    for voxels, kind in ((tensor, "Tensor"), (volume.voxels.tolist(), "list"), (masked, gaps)):
         with pytest.raises(TypeError, match=f"voxels: expected a NumPy array, got {kind}"):
             replace(volume, voxels=voxels)
 

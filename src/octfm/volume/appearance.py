@@ -49,8 +49,9 @@ of brightness, and CROSSWISE times the share that means of rows hold. In the rig
 2.3 times the share of rows (90 phantoms, some clipped, blinked, wide or overturned; three real volumes); 3
 times if light fades to a tenth from one end to the other, 10 if a tilt over most of the frame comes on top."""
 NOT_IMAGED = 8
-"""B-scans with less than this part of the range of grey levels of the most varied one show blinks, or what a scan that
-was ended early left empty. Among them the others would look like bright layers: 17 to 90 times the share of rows."""
+"""B-scans whose grey levels span less than 1 / NOT_IMAGED of what those of the most varied B-scan span are left out:
+they show a blink, or a scan was ended early. The others would look like bright layers among them, with 17 to 90 times
+the share of rows."""
 SEAM_ROWS, SEAM, SEAM_FLOOR = 8, 6.0, 0.5
 """Where a second picture begins next to the first one, means over eight rows differ by six times the median step
 between neighbouring A-scans, which counts as half a grey level at least. In 251 real B-scans, 820 phantoms of all
@@ -140,7 +141,8 @@ def native_way_up(voxels_DHW: np.ndarray | Planes, spacing_mm: Spacing3) -> Up:
 
 
 def layered_axis(voxels_DHW: np.ndarray | Planes) -> int:
-    """The axis across which the layers lie: 1, the rows of B-scans, unless 0 or 2 shows them far more clearly."""
+    """The axis of uint8 voxels [D, H, W] across which the layers lie: 1, the rows of B-scans, unless 0 or 2 shows them
+    far more clearly."""
     picked = np.unique(np.linspace(0, len(voxels_DHW) - 1, min(PLANES, len(voxels_DHW))).round().astype(int))
     voxels = np.stack([voxels_DHW[i] for i in picked])
     coarse, _ = _coarse(voxels, (1.0, 1.0, 1.0), (1.0, voxels.shape[1] / PLANES, voxels.shape[2] / PLANES))

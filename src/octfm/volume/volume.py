@@ -128,11 +128,10 @@ class Volume:
 
     def __post_init__(self):
         # Of a masked array, some operations use the mask, and others the values below it.
-        if not isinstance(self.voxels, np.ndarray) or isinstance(self.voxels, np.ma.MaskedArray):
-            raise TypeError(
-                f"{self.source}: voxels: expected a NumPy array, got {type(self.voxels).__name__}; "
-                "convert it with numpy.asarray"
-            )
+        masked = isinstance(self.voxels, np.ma.MaskedArray)
+        if masked or not isinstance(self.voxels, np.ndarray):
+            how = "fill its gaps with .filled(0)" if masked else "convert it with numpy.asarray"
+            raise TypeError(f"{self.source}: voxels: expected a NumPy array, got {type(self.voxels).__name__}; {how}")
         if self.voxels.ndim != 3 or 0 in self.voxels.shape:
             raise ValueError(
                 f"{self.source}: voxels must have 3 non-empty axes [B-scan, axial, lateral], got {self.voxels.shape}"
