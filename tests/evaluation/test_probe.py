@@ -410,6 +410,8 @@ def test_a_target_that_cannot_be_probed_is_skipped_or_refused_by_name(tmp_path):
         probe([path], labels, targets=["scanner"])
     with pytest.raises(EvaluationError, match="no label column iop"):
         probe([path], labels, targets=["iop"])
+    with pytest.raises(EvaluationError, match="order of grades: no label column diagnosys; did you mean diagnosis"):
+        probe([path], labels, orders={"diagnosys": ("healthy", "early", "late")})
 
 
 def test_rare_class_is_left_out_and_named(tmp_path):

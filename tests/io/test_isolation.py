@@ -113,6 +113,12 @@ def test_results_come_in_the_order_of_the_items(workers):
     assert list(spread(slowly, range(8), lambda item, lost: -1, workers=workers, chunk=1)) == list(range(8))
 
 
+@pytest.mark.parametrize("workers", [-1, 1.5, float("nan"), "2"])
+def test_workers_that_are_no_number_of_processes_are_refused(workers):
+    with pytest.raises(ConfigError, match="workers: expected a whole number, 0 to work in this process, or None"):
+        next(spread(slowly, range(8), lambda item, lost: -1, workers=workers))
+
+
 SCRIPT = """
 import os, sys
 from octfm.io.isolation import Limits, each

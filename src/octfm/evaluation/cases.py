@@ -157,14 +157,21 @@ def find_targets(
     """The targets of these names, or those of TARGETS whose column exists; multi-label columns give a target per label.
 
     Any label column can be a target; a column named `disease` is used as it is, not derived from the diagnosis.
-    `orders` adds to ORDERS and to those of the table. Raises EvaluationError for a name without a column, and for
-    `scanner` if the table has such a column, because this target is the scanner that the scans' files state.
+    `orders` adds to ORDERS and to those of the table. Raises EvaluationError for a name without a column, also one of
+    `orders`, and for `scanner` if the table has such a column: this target is the scanner that the scans' files state.
     """
     columns = {"scanner"} | label_columns(data, table)
     if names is None:
         targets = [target for target in TARGETS if target.column in columns]
     else:
         targets = _named_targets((names,) if isinstance(names, str) else tuple(names), table)
+    for name in orders or {}:
+        if name not in columns:
+            hint = nearest(name, sorted(columns), "columns")
+            raise EvaluationError(
+                f"order of grades: no label column {name}; {hint}",
+                public="The labels lack a column whose order of grades was given.",
+            )
     grades, found = {**ORDERS, **(table.orders if table else {}), **(orders or {})}, []
     for target in targets:
         if target.column not in columns:

@@ -24,6 +24,7 @@ from octfm.evaluation.cases import (
     Skip,
     Target,
     find_targets,
+    label_columns,
     log_share,
     make_cases,
     make_rounds,
@@ -436,7 +437,9 @@ def probe_together(
         encoders.append(replace(read_embeddings(path), name=name))
     settings = _shared_settings(runs)
     options: dict[str, Any] = {"targets": targets, "allow_seen": allow_seen, "resamples": resamples, **settings}
-    options["orders"] = {**settings.get("orders", {}), **(orders or {})}
+    columns = label_columns(encoders[0], read_labels(labels) if labels is not None else None)
+    own = {column: grades for column, grades in settings.get("orders", {}).items() if column in columns}
+    options["orders"] = {**own, **(orders or {})}
     return probe(encoders, labels, seen=seen_if_known(*runs.values(), allow_seen=allow_seen), **options)
 
 

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
+from numbers import Integral
 from typing import Any, TypeVar, cast
 
 from octfm.errors import ConfigError, reason_of
@@ -39,7 +40,9 @@ def spread(
     chunk: items per task; 1 for results as large as volumes, few of which then wait for a slow consumer.
     cluster: address of a dask scheduler (tcp://host:port), all of whose workers are used instead, with children there.
     progress: called with (done, total) items.
+    Raises ConfigError for `workers` that are no number of processes.
     """
+    expect_workers(workers)
     limits = limits or Limits()
     chunks = [items[i : i + chunk] for i in range(0, len(items), chunk)]
     finished = 0
@@ -49,6 +52,14 @@ def spread(
             progress(finished, len(items))
         for item, result in zip(part, results, strict=True):
             yield lost(item, result) if isinstance(result, Lost) else cast(R, result)
+
+
+def expect_workers(workers: int | None) -> None:
+    """Raise ConfigError unless `workers` is None or a number of child processes."""
+    if workers is not None and not (isinstance(workers, Integral) and int(workers) >= 0):
+        raise ConfigError(
+            f"workers: expected a whole number, 0 to work in this process, or None for one per core, got {workers!r}"
+        )
 
 
 Spread = Callable[..., Iterator[Any]]

@@ -27,7 +27,7 @@ from octfm.io.cores import available_cores
 from octfm.io.isolation import Limits, Lost, release
 from octfm.io.location import Location, location
 from octfm.io.progress import Progress, say
-from octfm.io.spread import require_cluster, spread
+from octfm.io.spread import expect_workers, require_cluster, spread
 from octfm.store.exclusion import without_excluded_files
 from octfm.store.layout import Compression, StoreRow, Unprepared, read_unprepared
 from octfm.store.reuse import open_other, stage_again
@@ -109,8 +109,7 @@ def prepare(
     out = location(out)
     account = Account(out, catalog.root)
     _expect_files(catalog, out, named=locations is not None or read is not None)
-    if workers is not None and workers < 0:
-        raise StoreError(f"workers must be at least 1, or 0 to work in this process, got {workers}")
+    expect_workers(workers)
     if compression not in (None, *get_args(Compression)):
         raise StoreError(f"compression: expected {' or '.join(get_args(Compression))}, got {shown(compression)}")
     limits = with_finder(limits or Limits(), find_band)
