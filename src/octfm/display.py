@@ -32,6 +32,8 @@ READABLE = {
     "cst_um": "central retinal thickness",
 }
 
+EYES = {"R": "right eye", "L": "left eye", None: "eye unknown"}
+
 Picture = tuple[str, str]
 """A data: URI and what it shows."""
 

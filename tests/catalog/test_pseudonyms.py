@@ -72,7 +72,7 @@ def test_nothing_of_the_original_ids_uids_paths_and_dates_is_left(clinic, catalo
     assert code == 0, err
     hidden, store = Catalog.load(tmp_path / "catalog"), Store.open(tmp_path / "prepared")
     assert len(hidden.acquisitions) == len(catalog.acquisitions) == len(store)
-    found = str(asdict(hidden)) + repr(store.rows) + repr(store.unprepared()) + out + more + err
+    found = str(asdict(hidden)) + str([asdict(row) for row in store.rows]) + repr(store.unprepared()) + out + more + err
     found += "".join(capfd.readouterr())  # of the children that read files
     raw = everything_in(tmp_path / "catalog") + everything_in(tmp_path / "prepared")
     for secret in secrets_of(catalog):

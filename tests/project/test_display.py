@@ -101,6 +101,8 @@ def objects(store, result):
         "scan": found_in(fluid_in=12),
         "refused scan": found_in(reasons=("too dark",)),
         "grid": found_in().etdrs(),
+        "acquisition": catalog().acquisitions[0],
+        "row": store.rows[0],
         "layers": found_in().found,
         "surfaces": Surfaces(("ILM", "BM"), np.zeros((2, 4, 9), np.float32), 0.004, source=SECRET),
         "result": result,

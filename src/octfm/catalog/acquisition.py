@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from octfm.catalog.participants.splits import Split
+from octfm.display import EYES, brief, readable, times
 from octfm.errors import ReadError
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import file_size
@@ -119,6 +120,10 @@ class Acquisition:
 
     modality: Modality = "structure"
     """octa only if the scan's `modalities` include it; training takes it only if data.modalities does."""
+
+    def __repr__(self) -> str:
+        size = "voxels" if self.layout == "raster" else f"voxels, {self.layout}"
+        return brief("Acquisition", readable(self.scanner), f"{times(self.shape)} {size}", EYES[self.laterality])
 
     @property
     def eye_id(self) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from octfm.catalog.acquisition import FLAGS, Acquisition, Reject
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.splits import SPLITS
-from octfm.display import readable
+from octfm.display import EYES, readable
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.reasons import REASONS
@@ -48,7 +48,7 @@ AUDITED = (
 """Flags of the audit, the most serious first."""
 SHOWN = 24
 """Rows of the page's table."""
-EYES = {"R": "right", "L": "left"}
+SIDES = {"R": "right", "L": "left"}
 OF_A_READER = "raised by a reader of your own"
 """What is said of flags that octfm does not have."""
 
@@ -156,7 +156,7 @@ def laterality_doubts(acquisitions: Sequence[Acquisition]) -> list[Doubt]:
     for row, a in enumerate(acquisitions):
         flag = next((flag for flag in AUDITED if flag in a.flags), None)
         if flag is not None:
-            stated = "two eyes" if "laterality_conflict" in a.flags else EYES.get(a.laterality or "", "nothing")
+            stated = "two eyes" if "laterality_conflict" in a.flags else SIDES.get(a.laterality or "", "nothing")
             found.append(Doubt(row, a, flag, stated, _anatomy(a)))
     return sorted(found, key=lambda doubt: (AUDITED.index(doubt.flag), doubt.row))
 
@@ -309,7 +309,7 @@ def _shown(found: Sequence[Outlier], images: bool, locations: Mapping[str, str])
     rows = []
     for outlier, pictures in zip(found, _pictures_of([o.acquisition for o in found], images, locations), strict=True):
         a = outlier.acquisition
-        eye = {"R": "right eye", "L": "left eye"}.get(a.laterality or "", "eye unknown")
+        eye = EYES[a.laterality]
         kind = f"{readable(a.scanner)}, {readable(a.protocol)}"
         title = f"Row {outlier.row}: {kind}, {eye}, {' × '.join(map(str, a.shape))}"
         rows.append({"title": title, "why": outlier.why, **pictures})

@@ -16,7 +16,7 @@ import numpy as np
 
 from octfm.catalog.participants.ids import under_one_id
 from octfm.catalog.participants.splits import diagnosis_of
-from octfm.display import fields_line
+from octfm.display import EYES, brief, fields_line, readable
 from octfm.errors import StoreError
 from octfm.io.location import Location
 from octfm.volume.preprocessing import Prepared
@@ -71,6 +71,11 @@ class StoreRow:
     """Scan pattern. A radial scan is stored as a raster made from its star, which is what `transform` refers to."""
     modality: str = "structure"
     """octa: voxels are flow (octfm.volume.volume.Modality)."""
+
+    def __repr__(self) -> str:
+        return brief(
+            "StoreRow", f"volume {self.index}", readable(self.scanner), EYES[self.laterality], self.split or ""
+        )
 
     def to_line(self) -> str:
         """One line of rows.jsonl, ending with a digest of everything before it."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from octfm.display import Picture, box, brief, fields_line, number, picture, readable, stretched, times
+from octfm.display import EYES, Picture, box, brief, fields_line, number, picture, readable, stretched, times
 from octfm.errors import shown
 
 Laterality = Literal["R", "L"]
@@ -169,7 +169,7 @@ class Volume:
             "size": f"{number(d, 'B-scan')} of {h} × {w}, {self.voxels.dtype}",
             "extent": f"{times(self.extent_mm if self.layout == 'raster' else self.extent_mm[1:])} mm{estimated}",
             "scanner": readable(self.scanner),
-            "eye": {"R": "right eye", "L": "left eye", None: "unknown eye"}[self.laterality],
+            "eye": EYES[self.laterality],
             "layout": self.layout if self.layout != "raster" else "",
             "modality": "OCT angiography" if self.modality == "octa" else "",
         }
