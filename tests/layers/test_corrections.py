@@ -142,7 +142,7 @@ def choose_file(browser: Browser, path: Path) -> None:
 
 def save(browser: Browser, folder: Path) -> Path:
     browser.js("document.querySelector('[data-part=\"save\"]').click()")
-    wait_until(lambda: list(folder.glob("corrections-*.json")), "the file is saved", 20)
+    wait_until(lambda: any(path.stat().st_size for path in folder.glob("corrections-*.json")), "the file is saved", 20)
     (path,) = folder.glob("corrections-*.json")
     return path
 
@@ -513,7 +513,7 @@ def test_control_s_saves_from_the_box_of_the_name(browser, tmp_path):
     browser.key("k")
     browser.js("((box) => { box.value = 'A. Grader'; box.focus(); })(document.querySelector('[data-part=\"author\"]'))")
     browser.call("Input.dispatchKeyEvent", type="keyDown", key="s", code="KeyS", windowsVirtualKeyCode=83, modifiers=2)
-    wait_until(lambda: list(tmp_path.glob("corrections-*.json")), "a file of corrections", 20)
+    wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("corrections-*.json")), "a file of corrections", 20)
 
 
 @needs_chromium
