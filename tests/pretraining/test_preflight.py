@@ -101,12 +101,12 @@ def test_F11_a_teacher_that_never_moves_is_stopped_before_step_0(store, monkeypa
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc").is_dir(), reason="root can write anywhere; needs /proc")
-def test_destination_is_write_tested(store):
+def test_F6_destination_is_write_tested(store):
     assert table(config(), store, Path("/proc/octfm/run"))["destination"].status == "FAIL"
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
-def test_destination_for_full_disks_is_write_tested_too(store, tmp_path):
+def test_F6_destination_for_full_disks_is_write_tested_too(store, tmp_path):
     """Found out only when the first disk is full, it would be too late."""
     found = table(config(ckpt_second_dir="/proc/octfm"), store, tmp_path / "run")["second destination"]
     assert found.status == "FAIL" and "cannot be written" in found.measured

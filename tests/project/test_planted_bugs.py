@@ -63,7 +63,7 @@ BUGS = (
         "pretraining/preflight/resources.py",
         "return fail(name, problem, advice) if problem else passed(",
         "return passed(",
-        "test_preflight.py::test_destination_is_write_tested",
+        "test_preflight.py::test_F6_destination_is_write_tested",
     ),
     Bug(
         "F7-accumulated-gradients-are-summed",

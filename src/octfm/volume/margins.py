@@ -45,6 +45,8 @@ MOSTLY = 0.5
 LEAST_FLAT, LEAST_WEDGE = 8, 200
 """Rows of exactly one grey level at a border that make an A-scan padded, and voxels of them that neighbouring A-scans
 have together."""
+FIRST_ROWS = 32
+"""Rows in which nearly every A-scan of a dark vitreous has two grey levels; only where it has not, all are compared."""
 BLOCK, NEAR_LEVEL = 8, 0.06
 """Rows behind them to which JPEG may have given other values, and how far these lie from grey, as a share of white."""
 ENOUGH = 8
@@ -194,13 +196,16 @@ def _flat_rows(bscan: np.ndarray, white: int) -> np.ndarray:
     # The first rows rule out most B-scans.
     if height <= LEAST_FLAT or not (bscan[:LEAST_FLAT] == level).all(axis=0).any():
         return found
-    from scipy.ndimage import grey_opening
+    from scipy.ndimage import maximum_filter1d, minimum_filter1d
 
-    exact = (bscan != level).argmax(axis=0)  # 0 in A-scans of one value
+    differs = bscan[:FIRST_ROWS] != level
+    exact, longer = differs.argmax(axis=0), np.flatnonzero(~differs.any(axis=0))
+    exact[longer] = (bscan[:, longer] != level[longer]).argmax(axis=0)  # 0 in A-scans of one value
     for flat in np.unique(level[exact >= LEAST_FLAT]):
         # Runs in a dark vitreous have neighbours without any. The edge of padding goes on where the B-scan ends.
         beyond = np.pad(np.where(level == flat, exact, 0), DIP, mode="reflect", reflect_type="odd")
-        core = _in_parts(np.maximum(grey_opening(beyond, DIP)[DIP:-DIP], 0), LEAST_WEDGE)
+        opened = maximum_filter1d(minimum_filter1d(beyond, DIP), DIP)
+        core = _in_parts(np.maximum(opened[DIP:-DIP], 0), LEAST_WEDGE)
         columns = np.flatnonzero((core > 0) & (core + BLOCK < height))
         behind = np.array([bscan[core[columns] + row, columns] for row in range(BLOCK)])
         off = NEAR_LEVEL * white if flat else 0
