@@ -2,6 +2,7 @@
 resampled."""
 
 from functools import partial
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from octfm.evaluation.metrics import (
 from octfm.evaluation.statistics import (
     Bootstrap,
     bootstrap,
+    bootstrap_together,
     compare,
     enough_resamples,
     holm,
@@ -204,6 +206,15 @@ def test_p_counts_the_estimate_as_one_resample_and_is_at_most_1(values, low, p):
     assert found.p == p and found.low == pytest.approx(low, nan_ok=True)
 
 
+def test_groups_that_share_people_share_their_draws_and_everybody_is_left_out_once():
+    groups = np.repeat(["a", "b", "c", "d"], [1, 2, 1, 3]), np.array(["c", "d", "d"])
+    drawn = [lambda weights, own=own: weights[:, own == "d"][:, 0] for own in groups]
+    one, two = bootstrap_together([*zip(drawn, groups, strict=True)], resamples=60)
+    np.testing.assert_array_equal(one.resampled, two.resampled)
+    alone = bootstrap(drawn[0], groups[0], resamples=60)
+    assert sorted(alone.leave_one_out.tolist()) == [0, 1, 1, 1], "of four people, who have seven cases"
+
+
 def test_the_mean_of_metrics_is_taken_resample_by_resample():
     a = Bootstrap(0.2, np.array([0.1, 0.2, 0.3]), np.array([0.2, 0.4]))
     b = Bootstrap(0.4, np.array([0.3, np.nan, 0.5]), np.array([0.4, 0.8]))
@@ -365,13 +376,13 @@ def test_bca_neither_corrects_a_metric_of_few_values_nor_fails_where_nobody_chan
     assert interval(boot) == interval(boot, method="percentile") == (0.0, 1.0)
 
 
-@pytest.mark.slow
-def test_holm_equals_statsmodels():
-    from statsmodels.stats.multitest import multipletests
-
-    for seed in range(20):
+def test_holm_is_the_closed_test_of_bonferroni():
+    """A hypothesis is rejected if Bonferroni rejects every set that it is in."""
+    for seed in range(12):
         p = np.random.default_rng(seed).random(seed % 7 + 1) ** 3
-        np.testing.assert_allclose(holm(p.tolist()), multipletests(p, method="holm")[1])
+        sets = [[*some] for size in range(1, len(p) + 1) for some in combinations(range(len(p)), size)]
+        closed = [max(min(1, len(some) * p[some].min()) for some in sets if n in some) for n in range(len(p))]
+        np.testing.assert_allclose(holm(p.tolist()), closed)
     assert holm([]) == []
 
 

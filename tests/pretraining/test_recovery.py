@@ -534,7 +534,7 @@ def test_a_drop_counts_only_with_a_loss_of_rank():
 
 def test_the_learning_rate_may_rise_in_the_warmup_only():
     check = monitors.LearningRate(warmup_steps=3)
-    assert [check(step, lr) for step, lr in enumerate((1e-4, 2e-4, 3e-4, 3e-4, 2.9e-4, 1e-5))] == [None] * 6
+    assert [check(step, lr) for step, lr in enumerate((1e-4, 2e-4, 3e-4, 3.1e-4, 2.9e-4, 1e-5))] == [None] * 6
     found = check(6, 2e-5)
     assert found is not None and found.what == "learning rate" and "2.0 times" in found.sentence
     found = check(7, 1.5e-5)

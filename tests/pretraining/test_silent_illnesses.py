@@ -376,6 +376,35 @@ def test_what_is_measured_after_an_update_is_named_beyond_its_limit_and_not_befo
         assert (found and found.what) == what, change
 
 
+@pytest.mark.parametrize(
+    ("measured", "what"),
+    [((None, None, None), None), ((0.0, 0.0, 9e-4), None), ((1e-9, 1.0, 1.0), "context unmasked"),
+     ((0.0, 1e-9, 1.0), "gradient reversed"), ((0.0, 0.0, 2e-3), "batch statistics")],
+)  # fmt: skip
+def test_leaks_are_named_the_cause_first(measured, what):
+    found = monitors.miscalculated(*measured)
+    assert (found and found.what) == what
+
+
+def test_words_about_a_logged_step_change_at_their_limits():
+    row = WHOLE | {"step": 80, "warmup_steps": 10, "grad_norm": 1.0, "dead_targets": 0.3, "data_wait_share": 0.2}
+
+    def said(**changes):
+        found = health.verdicts(row | {"effective_rank": 10.0} | changes, 100)
+        return {verdict.what: verdict.verdict for verdict in found if verdict.verdict != "ok"}
+
+    assert said() == said(masked_over_baseline=0.021) == said(teacher_step=0.55e-3) == said(effective_rank=4.1) == {}
+    assert said(masked_over_baseline=0.019) == {"masked loss": "bad"} and said(grad_norm=0.0) == {"gradient": "bad"}
+    assert (
+        said(masked_over_baseline=0.98) == {"masked loss": "watch"} and said(masked_over_baseline=0.98, step=79) == {}
+    )
+    assert said(teacher_step=0.45e-3) == {"teacher": "bad"} and said(teacher_step=0.0, teacher_asked=9e-7) == {}
+    assert said(effective_rank=1.9) == {"effective rank": "bad"}
+    assert said(effective_rank=3.9) == {"effective rank": "watch"}
+    assert said(effective_rank=1.9, tissue_tokens=6) == {}, "of six tokens it cannot be higher"
+    assert said(dead_targets=0.31) == {"targets": "watch"} and said(data_wait_share=0.21) == {"data": "watch"}
+
+
 def test_volumes_are_blamed_for_a_loss_that_is_not_finite_unless_most_have_one():
     rows, fine = np.array([7, 3, 9, 5]), torch.ones(4)
     for bad, blamed in (([2], (9,)), ([1, 2], (3, 9)), ([0, 1, 2], ())):
@@ -391,10 +420,11 @@ def test_volumes_are_blamed_for_a_loss_that_is_not_finite_unless_most_have_one()
 @pytest.mark.parametrize("seed", range(20))
 def test_limits_of_a_step_are_those_of_a_plain_loop_over_the_steps_before(seed):
     rng = np.random.default_rng(seed)
-    count = int(rng.integers(22, 64))
+    count = 23 + seed
     losses = np.exp(np.linspace(0, -1, count) + rng.choice([0.02, 0.2]) * rng.normal(size=count))
     losses[-1 - seed % 4] *= rng.choice([1, 1.5, 4])
-    found = limits(HealthConfig(), RunState(losses=tuple(losses), grad_norms=tuple(losses)))
+    state = RunState(losses=tuple(losses), grad_norms=tuple(losses))
+    found = limits(HealthConfig(), state)
     if count < 24:
         assert found == Limits()
         return
@@ -407,6 +437,12 @@ def test_limits_of_a_step_are_those_of_a_plain_loop_over_the_steps_before(seed):
     )
     lasting = np.exp(median(logs[-10:-2]) + median(jumps) + max(spread, np.log(1.3)))
     assert found.lasting_loss == pytest.approx(lasting if max(losses[-2:]) > lasting else np.inf, rel=1e-6)
+    said = [(1.1 * found.loss, 1.1 * found.loss / median(losses[-8:]))]
+    if found.lasting_loss < 0.9 * found.loss:
+        said.append((1.01 * lasting, min(1.01 * lasting, max(losses[-2:])) / median(losses[-10:-2])))
+    for loss, rise in said:
+        told = monitors.spike(HealthConfig(), state, loss, 0.0)
+        assert told is not None and f"{rise:.1f} times the median of the 8 steps before" in told.sentence
 
 
 def test_a_drop_or_a_rise_is_one_of_medians_and_from_its_factor_on():
