@@ -177,7 +177,16 @@ def test_the_verdict_says_whether_the_paired_interval_excludes_zero(gain, verdic
     assert (result.low > 0 or result.high < 0) == (verdict != "inconclusive") == (result.p < 0.05)
 
 
-@settings(max_examples=300)
+def test_an_interval_excludes_0_from_the_first_resample_on_that_makes_p_small_enough():
+    for resamples in (39, 40, 99, 159, 400):
+        for wrong in range(12):
+            values = np.random.default_rng(wrong).permutation(np.arange(resamples) - wrong + 0.5)
+            found = compare(Bootstrap(1.0, values, np.zeros(0)), Bootstrap(0.0, np.zeros(resamples), np.zeros(0)))
+            assert found.p == pytest.approx(2 * (1 + wrong) / (1 + resamples))
+            assert (found.low > 0) == (found.verdict == "better") == (found.p <= 0.05)
+
+
+@settings(max_examples=100)
 @given(st.integers(1, 400), st.floats(-3, 3), st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 0.9]), st.booleans())
 def test_interval_p_and_verdict_never_contradict_each_other(resamples, shift, seed, undefined, rounded):
     """However few resamples there are or remain defined, and with many differences of exactly 0."""
@@ -437,6 +446,10 @@ def test_seeds_and_participants_are_resampled_together():
     np.testing.assert_allclose(over_seeds(single[:1] * 3).resampled, single[0].resampled)
     gap = compare(over_seeds(single), over_seeds(single))
     assert gap.low == gap.high == 0
+    # One of two seeds is drawn, whose variance is that of the mean of two of many.
+    two = [Bootstrap(value, np.full(400, value), np.zeros(0)) for value in (1.0, 3.0)]
+    drawn, other = (over_seeds(two, seed=seed).resampled for seed in (0, 1))
+    assert {*drawn} == {1.0, 3.0} and drawn.mean() == pytest.approx(2, abs=0.2) and (drawn != other).any()
 
 
 @pytest.mark.slow

@@ -428,6 +428,7 @@ def test_a_best_checkpoint_that_cannot_be_named_is_a_sentence_and_no_end_of_trai
     writer.save(1, {"model": {}}, best=True)
     writer.close()
     assert ["unnamed" in failure.sentence and not failure.lost for failure in writer.failures()] == [True]
+    assert writer.failures() == [], "each is told once"
     assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(tmp_path)] == [1]
 
 
@@ -449,6 +450,10 @@ def test_a_full_disk_that_takes_no_name_lets_the_other_disk_fill_no_further_than
     assert sum("unnamed" in failure.sentence for failure in writer.failures()) == 5
     writer.forget_after(5)
     assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(second)] == [5]
+    writer.save(6, {"model": {}})
+    writer.save(7, {"model": {}})
+    writer.wait()
+    assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(second)] == [5, 7], "the best one has no name"
     writer.close()
 
 
@@ -499,10 +504,10 @@ def test_a_full_disk_does_not_keep_training_from_going_back(tmp_path, monkeypatc
 
 def test_going_back_keeps_the_checkpoint_that_was_the_best_before(tmp_path):
     writer = CheckpointWriter([tmp_path], Retention(3))
-    for step in (2, 4, 6):
+    for step in (2, 4, 5):
         writer.save(step, {"model": {}}, best=step != 4)
     writer.wait()
-    assert best_step(tmp_path) == 6
+    assert best_step(tmp_path) == 5
     writer.forget_after(4)
     for step in (6, 8, 10):
         writer.save(step, {"model": {}})
