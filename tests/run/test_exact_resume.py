@@ -457,6 +457,28 @@ def test_a_full_disk_that_takes_no_name_lets_the_other_disk_fill_no_further_than
     writer.close()
 
 
+def test_the_last_checkpoint_to_roll_back_to_is_kept_on_either_disk_and_a_failure_names_the_one_before(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    def write(folder: Path, step: int, content: dict) -> Path:
+        if step == 7 or (folder == first and step % 2 == 0):
+            raise OSError(errno.ENOSPC, "no space left")
+        return checkpoint.write(folder, step, content)
+
+    may_return_to = Retention(1, may_return_to=lambda path: checkpoint_files.step_of(path) in (2, 4))
+    writer = CheckpointWriter([first, second], may_return_to, write)
+    for step in range(1, 8):
+        writer.save(step, {"model": {}})
+    writer.close()
+    kept = [[checkpoint_files.step_of(p) for p in checkpoint_files.steps(folder)] for folder in (first, second)]
+    assert kept == [[5], [4, 6]]
+    failures = writer.failures()
+    assert [(f.step, f.lost) for f in failures] == [(2, False), (4, False), (6, False), (7, False), (7, True)]
+    assert f"step-00000006.pt, is intact; trying {second}" in failures[-2].sentence
+    assert "is intact; training goes on; free some space" in failures[-1].sentence
+    assert "step-00000005.pt, is intact" in failures[2].sentence
+
+
 @pytest.mark.parametrize("text", ["", "null", "[3]", '{"step": null}', '{"step": 3, "before": 2}', '{"before": [2]}'])
 def test_a_damaged_name_of_the_best_checkpoint_is_as_good_as_none(tmp_path, text):
     writer = CheckpointWriter([tmp_path], Retention(1))
@@ -514,6 +536,9 @@ def test_going_back_keeps_the_checkpoint_that_was_the_best_before(tmp_path):
     writer.wait()
     assert best_step(tmp_path) == 2
     assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(tmp_path)] == [2, 6, 8, 10]
+    writer.save(12, {"model": {}}, best=True)
+    writer.forget_after(2)
+    assert best_step(tmp_path) == 2
     writer.forget_after(1)
     assert best_step(tmp_path) is None
     for step in (4, 2):  # a run whose newest checkpoints are damaged goes on from an earlier one
