@@ -352,13 +352,14 @@ def test_people_of_a_run_and_of_those_before_it_are_known_by_every_spelling_and_
     assert checkpoint.keys_are_known(of | {"before": [{"key": None, "hashes": []}]})
 
 
-def test_a_copy_for_a_checkpoint_stays_and_its_checksum_knows_types_and_shapes():
+def test_a_copy_for_a_checkpoint_stays_and_its_checksum_knows_names_types_and_shapes():
     weights = torch.zeros(2, 3)
     copy = checkpoint.snapshot({"model": [weights]})
     weights.add_(1)
     assert not copy["model"][0].any()
     same_bytes = (weights, weights.reshape(3, 2), weights.view(torch.int32), weights.reshape(6))
     assert len({checkpoint.checksum({"model": tensor}) for tensor in same_bytes}) == 4
+    assert checkpoint.checksum({"mode": weights}) != checkpoint.checksum({"model": weights})
 
 
 def test_a_checkpoint_is_sound_if_it_is_one_and_nothing_was_wrong_shortly_before(tmp_path):
@@ -477,6 +478,19 @@ def test_the_last_checkpoint_to_roll_back_to_is_kept_on_either_disk_and_a_failur
     assert f"step-00000006.pt, is intact; trying {second}" in failures[-2].sentence
     assert "is intact; training goes on; free some space" in failures[-1].sentence
     assert "step-00000005.pt, is intact" in failures[2].sentence
+
+
+def test_a_checkpoint_of_which_the_bucket_gets_no_copy_is_lost_there_and_whole_here(tmp_path):
+    def offer(path):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    writer = CheckpointWriter([tmp_path], Retention(2))
+    writer.remote = SimpleNamespace(require=lambda: None, offer=offer, path=tmp_path, where="s3://b/run", failures=list)  # pyright: ignore[reportAttributeAccessIssue]
+    writer.save(3, {"model": {}}, best=True)
+    writer.close()
+    (failure,) = writer.failures()
+    assert failure.lost and failure.step == 3 and "is whole, but" in failure.sentence
+    assert best_step(tmp_path) == 3 and len(checkpoint_files.steps(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("text", ["", "null", "[3]", '{"step": null}', '{"step": 3, "before": 2}', '{"before": [2]}'])
