@@ -18,7 +18,6 @@ from octfm.catalog.estimation import axial_mm_by_height
 from octfm.catalog.participants.folders import split_folders
 from octfm.catalog.participants.patterns import Pattern, PeopleError, place_of
 from octfm.catalog.scan import scan
-from octfm.catalog.tables import ManifestRow
 from octfm.encoder.embed import embed_store
 from octfm.encoder.embeddings import read_embeddings
 from octfm.encoder.encoder import load_encoder
@@ -183,7 +182,8 @@ def test_images_of_as_many_rows_have_the_median_of_a_sample_and_all_are_tried_wh
     add(200, 2, 40.0, spacing_mm=(0.01, 0.004, 0.01))
     add(200, 3, 40.0)
     listed = headers[-1].uri
-    tables: Any = SimpleNamespace(find=lambda uri, uid: ManifestRow(spacing_mm=(1, 1, 1)) if uri == listed else None)
+    row = SimpleNamespace(spacing_mm=(1.0, 1.0, 1.0))
+    tables: Any = SimpleNamespace(find=lambda uri, uid: row if uri == listed else None)
     tried: list[str] = []
 
     def in_children(function, chosen, lost, deadline):

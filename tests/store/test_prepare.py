@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,10 +24,11 @@ from octfm.errors import StoreError
 from octfm.formats import read_volume
 from octfm.io.isolation import Limits, each
 from octfm.io.location import holds_other
-from octfm.store.prepare import describe, prepare
+from octfm.store.prepare import _difference, describe, prepare
 from octfm.store.selection import assert_disjoint_splits
 from octfm.store.store import Store
 from octfm.store.writer import stage
+from octfm.volume.estimated import FLAG
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import Volume
@@ -201,6 +203,30 @@ def test_millimetres_axes_and_modality_that_were_corrected_are_refused(tmp_path)
         with pytest.raises(StoreError, match=f"was prepared with {was}, but the catalog now says {now}; prepare into"):
             run([acquisition(0, **other)], tmp_path / "store")
     assert len(run([acquisition(0)], tmp_path / "store")) == 1
+
+
+@pytest.mark.parametrize(
+    ("both", "row", "catalog", "differs"),
+    [
+        ({}, {}, {}, ""), ({}, {}, {"spacing_mm": (0.2, 0.004, 0.01)}, "millimetres"),
+        ({}, {}, {"spacing_mm": (0.1, 0.004, 0.01 * (1 + 1e-8))}, ""),
+        ({"layout": "line"}, {}, {"spacing_mm": (0.2, 0.004, 0.02), "shape": (1, 32, 40)}, ""),
+        ({"layout": "line"}, {}, {"spacing_mm": (0.1, 0.005, 0.01)}, "millimetres"),
+        ({"layout": "line", "flags": (FLAG,)}, {}, {"spacing_mm": (0.1, 0.005, 0.01)}, ""),
+        ({"layout": "line"}, {"flags": (FLAG,)}, {"spacing_mm": (0.1, 0.005, 0.01)}, "millimetres"),
+        ({"layout": "line"}, {}, {"spacing_mm": (0.1, 0.005, 0.01), "flags": (FLAG,)}, "millimetres"),
+        ({}, {"flags": ("declared_upside_down",)}, {}, "the other way up"),
+        ({}, {}, {"flags": ("declared_upside_down",)}, "the other way up"),
+        ({}, {}, {"laterality": None}, "laterality R"), ({}, {}, {"modality": "octa"}, "modality structure"),
+        ({}, {}, {"layout": "radial"}, "layout raster"), ({}, {}, {"shape": (8, 32, 36)}, "shape [4, 32, 36]"),
+    ],
+)  # fmt: skip
+def test_a_row_stays_unless_the_catalog_says_what_would_change_its_voxels(both, row, catalog, differs):
+    of = {"laterality": "R", "modality": "structure", "layout": "raster", "flags": ()} | both
+    transform = {"native_shape": [4, 32, 36], "native_spacing_mm": [0.1, 0.004, 0.01]}
+    stated = of | {"shape": (4, 32, 36), "spacing_mm": (0.1, 0.004, 0.01)} | catalog
+    found = _difference(SimpleNamespace(**(of | {"transform": transform} | row)), SimpleNamespace(**stated))  # pyright: ignore[reportArgumentType]
+    assert differs in found and bool(found) == bool(differs)
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
