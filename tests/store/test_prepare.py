@@ -24,7 +24,7 @@ from octfm.errors import StoreError
 from octfm.formats import read_volume
 from octfm.io.isolation import Limits, each
 from octfm.io.location import holds_other
-from octfm.store.prepare import _difference, describe, prepare
+from octfm.store.prepare import _difference, _reusable, describe, prepare
 from octfm.store.selection import assert_disjoint_splits
 from octfm.store.store import Store
 from octfm.store.writer import stage
@@ -35,6 +35,8 @@ from octfm.volume.volume import Volume
 from support.dicom_files import write_oct_dicom
 from support.store_samples import SMALL, acquisition, catalog, content, read_sample
 from support.waiting import planted_delay, wait_until
+
+UPSIDE_DOWN = "looks_upside_down"
 
 
 def run(acquisitions, out, *, preprocessing=SMALL, workers=1, **other) -> Store:
@@ -227,6 +229,20 @@ def test_a_row_stays_unless_the_catalog_says_what_would_change_its_voxels(both, 
     stated = of | {"shape": (4, 32, 36), "spacing_mm": (0.1, 0.004, 0.01)} | catalog
     found = _difference(SimpleNamespace(**(of | {"transform": transform} | row)), SimpleNamespace(**stated))  # pyright: ignore[reportArgumentType]
     assert differs in found and bool(found) == bool(differs)
+
+
+@pytest.mark.parametrize(
+    ("keep", "flags", "taken"), [(False, (), "2"), (True, (), "12"), (False, (UPSIDE_DOWN,), "12")]
+)
+def test_a_volume_that_looks_upside_down_is_taken_over_only_where_it_would_be_kept_today(keep, flags, taken):
+    of = {"laterality": "R", "modality": "structure", "layout": "raster"}
+    transform = {"native_shape": [4, 32, 36], "native_spacing_mm": [0.1, 0.004, 0.01]}
+    rows = [SimpleNamespace(acquisition=uid, found=found, flags=(), transform=transform, **of)
+            for uid, found in (("1", (UPSIDE_DOWN,)), ("2", ()))]  # fmt: skip
+    now = [SimpleNamespace(sop_instance_uid=uid, flags=own, shape=(4, 32, 36), spacing_mm=(0.1, 0.004, 0.01), **of)
+           for uid, own in (("1", flags), ("2", ()))]  # fmt: skip
+    found = _reusable(SimpleNamespace(rows=rows, path=""), now, keep)  # pyright: ignore[reportArgumentType]
+    assert [*found] == [*taken]
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
