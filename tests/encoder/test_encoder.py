@@ -105,6 +105,8 @@ def test_random_init_is_the_run_before_its_first_update(run):
     assert trained.key != random.key
     again = load_encoder(run, random_init=True)
     assert random.key == again.key
+    drawn = load_encoder(run, random_init=True, draw=1)
+    assert drawn.key not in (random.key, trained.key) and drawn.source == f"{random.source}, draw 2"
 
 
 def test_key_changes_with_the_weights_the_budget_and_the_precision(run):

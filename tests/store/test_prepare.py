@@ -18,13 +18,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from octfm.catalog.duplicates import OF_TWO
 from octfm.catalog.participants.pseudonyms import locate, pseudonym, pseudonymise
 from octfm.catalog.scan import scan
-from octfm.errors import StoreError
+from octfm.errors import ReadError, StoreError
 from octfm.formats import read_volume
 from octfm.io.isolation import Limits, each
 from octfm.io.location import holds_other
-from octfm.store.prepare import _difference, _reusable, describe, prepare
+from octfm.store.layout import StoreRow
+from octfm.store.prepare import (
+    _difference,
+    _reusable,
+    _splits_of,
+    _unless_copy,
+    code_of,
+    describe,
+    prepare,
+    with_finder,
+)
 from octfm.store.selection import assert_disjoint_splits
 from octfm.store.store import Store
 from octfm.store.writer import stage
@@ -243,6 +254,27 @@ def test_a_volume_that_looks_upside_down_is_taken_over_only_where_it_would_be_ke
            for uid, own in (("1", flags), ("2", ()))]  # fmt: skip
     found = _reusable(SimpleNamespace(rows=rows, path=""), now, keep)  # pyright: ignore[reportArgumentType]
     assert [*found] == [*taken]
+
+
+def test_a_person_who_is_gone_follows_another_spelling_and_an_id_that_may_be_the_same():
+    now = [acquisition(0, participant="p1", split="test"), acquisition(2, participant="1001", split="val")]
+    assert _splits_of({"P-001", "00001001", "p9"}, now) == {"P-001": "test", "00001001": "val"}
+
+
+def test_a_row_that_is_made_again_keeps_what_its_copies_said_unless_its_voxels_changed(undisturbed):
+    row = replace(Store.open(undisturbed).rows[0], found=("way_up_unclear", OF_TWO))
+    for pixels, kept in ((row.pixels, (OF_TWO,)), ("others", ())):
+        made = replace(row, found=("new",), pixels=pixels)
+        outcome = _unless_copy(made, SimpleNamespace(index=0), {}, SimpleNamespace(rows=[row]), {})  # pyright: ignore[reportArgumentType]
+        assert isinstance(outcome, StoreRow) and outcome.found == ("new", *kept)
+
+
+def test_a_learned_band_has_its_memory_and_time_besides_those_of_reading_and_errors_have_codes():
+    both = with_finder(Limits(memory=10, seconds_per_megabyte=1.0), SimpleNamespace(memory=5, seconds_per_megabyte=2.0))  # pyright: ignore[reportArgumentType]
+    assert (both.memory, both.seconds_per_megabyte) == (15, 3)
+    errors = ReadError("no_contrast", "x"), MemoryError(), PermissionError(), ValueError()
+    codes = ["no_contrast", "decoder_memory", "unreadable", "preprocessing_failed"]
+    assert [code_of(error) for error in errors] == codes
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
