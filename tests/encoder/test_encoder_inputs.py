@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import octfm
-from octfm.encoder.encoder import load_encoder, packed
+from octfm.encoder.encoder import load_encoder, packed, seen_if_known
 from octfm.encoder.sources import find, packaged_encoders
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, ReadError
 from octfm.formats import read_volume
@@ -446,3 +446,10 @@ def test_volumes_are_packed_in_their_order_until_the_next_one_would_not_fit(coun
     assert [count for pack in packs for count in pack] == counts and all(packs)
     assert all(sum(pack) <= most or len(pack) == 1 for pack in packs)
     assert all(sum(pack) + following[0] > most for pack, following in pairwise(packs))
+
+
+def test_whoever_one_of_several_runs_has_seen_is_seen(monkeypatch):
+    people = {"a": ["P1"], "b": ["P2", "P3"]}
+    monkeypatch.setattr("octfm.encoder.encoder.seen_by", lambda run: people[run].__contains__)
+    seen = seen_if_known("a", "b", allow_seen=False)
+    assert seen is not None and [seen(who) for who in ("P1", "P2", "P3", "P4")] == [True, True, True, False]
