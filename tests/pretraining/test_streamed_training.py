@@ -422,7 +422,8 @@ def test_a_run_on_scans_and_phantoms_resumes_bit_for_bit(tmp_path, store, monkey
     assert_same_weights(whole, tmp_path / "stopped")
 
 
-def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store):
+def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(anchor, "SEGMENTED", 1)  # the others take as long as the run
     whole = quick_pretrain(anchored(steps=2), store, tmp_path / "whole", echo=quiet)
     found = rows(whole, "anchor")[-1]
     assert 0 <= found["domain_auroc"] <= 1 and 0 <= found["surface_disorder"] <= 1
@@ -434,11 +435,12 @@ def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store):
     assert participant_hashes(sorted(people), known["key"]) == known["hashes"], "whoever was trained on is known"
 
 
-def test_a_run_without_a_disease_says_how_well_it_is_told_from_health(tmp_path):
+def test_a_run_without_a_disease_says_how_well_it_is_told_from_health(tmp_path, monkeypatch):
+    monkeypatch.setattr(anchor, "UNSEEN", 6)
     some = {"phantoms": PHANTOMS | {"conditions": [c for c in CONDITIONS if c not in ("macular_hole", "dme")]}}
     run = quick_pretrain(dense(data=some, steps=1), None, tmp_path / "some", echo=quiet)
     (row,) = rows(run, "unseen")
-    assert 0 < row["unseen_auroc"] <= 1 and row["volumes"] == 64
+    assert 0 <= row["unseen_auroc"] <= 1 and row["volumes"] == 12
     every = quick_pretrain(dense(steps=1), None, tmp_path / "every", echo=quiet)
     assert not rows(every, "unseen")
 
