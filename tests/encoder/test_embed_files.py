@@ -89,6 +89,24 @@ def test_the_newest_outcome_of_a_file_counts_and_every_vector_stands_beside_its_
     assert len(keys) == 2, "of other volumes"
 
 
+def test_a_vector_is_made_again_for_whatever_would_change_it_and_for_nothing_else(tmp_path):
+    file, beside = str(tmp_path / "a.npy"), str(tmp_path / "a.json")
+    own = acquisition(0, uri=file)
+
+    def version(listing=(), **changed):
+        return module._versions({file: "1"} | dict(listing))(replace(own, **changed))
+
+    others = [{"laterality": "L"}, {"laterality": None}, {"spacing_mm": (0.2, 0.05, 0.25)}, {"layout": "radial"},
+              {"modality": "octa"}]  # fmt: skip
+    listings = [{file: "2"}, {beside: "1"}, {beside: "2"}]
+    found = {version(), *(version(**other) for other in others), *map(version, listings)}
+    assert len(found) == 1 + len(others) + len(listings)
+    assert (
+        version({"b.npy": "1"}, split="val", participant="other", scanner="other", flags=("way_up_unclear",))
+        == version()
+    )
+
+
 def test_files_behind_links_are_listed_too(tmp_path):
     """A scan follows links: a new file there must not be missed by what decides whether to scan again."""
     (tmp_path / "scans").mkdir()

@@ -148,6 +148,10 @@ def test_zones_that_another_fovea_would_lose_are_withheld(monkeypatch):
     changed = {name for name in ZONES if name not in lost and abs(other[name] - rival.mean_um[name]) > 10}  # pyright: ignore[reportOperatorIssue]
     assert lost and changed and len(lost | changed) < len(ZONES)
     assert {name for name, mean in found.etdrs().mean_um.items() if mean is None} == lost | changed
+    assert found.etdrs().volume_mm3 is None and rival.volume_mm3 is not None
+    near = replace(rival, rivals_mm=((x + 0.05, y),))
+    monkeypatch.setattr(ScanSegmentation, "_measured", lambda *_: near)
+    assert all(found.etdrs().mean_um.values()) and found.etdrs().volume_mm3 == rival.volume_mm3
 
 
 def test_a_range_adds_place_and_sampling_in_quadrature_on_either_side():
