@@ -24,7 +24,7 @@ from octfm.layers.verdict import Verdict
 from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of, same_millimetres
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import phantom_volume, write_phantom
-from octfm.volume.etdrs import ZONES
+from octfm.volume.etdrs import MOST_APART_MM, ZONES
 from octfm.volume.laterality import disc_side
 from octfm.volume.segmentation import Segmentation, words_of
 from octfm.volume.volume import Lines
@@ -152,6 +152,14 @@ def test_zones_that_another_fovea_would_lose_are_withheld(monkeypatch):
     near = replace(rival, rivals_mm=((x + 0.05, y),))
     monkeypatch.setattr(ScanSegmentation, "_measured", lambda *_: near)
     assert all(found.etdrs().mean_um.values()) and found.etdrs().volume_mm3 == rival.volume_mm3
+
+
+def test_volumes_need_bscans_as_close_as_the_inner_ring_does():
+    """Evenly spaced, without the tenth that single distances may be larger."""
+    most = MOST_APART_MM["inner"]
+    for apart_mm, given in ((most, True), (1.05 * most, False)):
+        found = changed(found_in(), spacing_mm=(apart_mm, 0.004, 0.05))
+        assert (found.volume_nl("drusen") is not None) == given
 
 
 def test_a_range_adds_place_and_sampling_in_quadrature_on_either_side():
