@@ -154,12 +154,37 @@ def test_zones_that_another_fovea_would_lose_are_withheld(monkeypatch):
     assert all(found.etdrs().mean_um.values()) and found.etdrs().volume_mm3 == rival.volume_mm3
 
 
+def test_dark_bscans_lines_at_the_edge_and_masks_that_a_network_lacks_are_left_out(monkeypatch):
+    volume = found_in(3).volume
+    rows = np.random.default_rng(0).uniform(20, 60, (len(SURFACES), 3, 120)).astype(np.float32)
+    rows[0, 0, :3], rows[-1, 0, :3] = (4.9, 5, 5.1), (79.9, 80, 80.1)
+    lesions = np.random.default_rng(1).integers(0, 1 + len(MASKS), volume.shape, np.uint8)
+    layers = Layers(rows, rows, rows, rows[0], rows[0], lesions)
+    finder = SimpleNamespace(find=lambda _: layers, masks=MASKS[1:], model="m", name="n", digest="d")
+    for name, stub in (
+        ("dark_bscans", lambda _: np.array([False, True, False])), ("believed_rows", lambda _: (5, 80)),
+        ("onto_edges", lambda voxels, rows, spacing_mm: rows.copy()), ("judge", lambda *_: Verdict()),
+        ("packaged_ranges", lambda *_: None),
+    ):  # fmt: skip
+        monkeypatch.setattr(segment_module, name, stub)
+    found = segment_module.segment(volume, finder=finder)  # pyright: ignore[reportArgumentType]
+    expected = rows.copy()
+    expected[:, 1] = expected[0, 0, 0] = expected[-1, 0, 2] = np.nan
+    np.testing.assert_array_equal([*found.surfaces.values()], expected)
+    assert [*found.masks] == [*MASKS[1:]]
+    for name, mask in found.masks.items():
+        np.testing.assert_array_equal(mask[[0, 2]], lesions[[0, 2]] == 1 + MASKS.index(name))
+        assert not mask[1].any()
+
+
 def test_volumes_need_bscans_as_close_as_the_inner_ring_does():
     """Evenly spaced, without the tenth that single distances may be larger."""
     most = MOST_APART_MM["inner"]
     for apart_mm, given in ((most, True), (1.05 * most, False)):
         found = changed(found_in(), spacing_mm=(apart_mm, 0.004, 0.05))
         assert (found.volume_nl("drusen") is not None) == given
+        unseen = replace(found, verdict=Verdict(parts=("a blink",)))
+        assert unseen.volume_nl("drusen") is None
 
 
 def test_a_range_adds_place_and_sampling_in_quadrature_on_either_side():

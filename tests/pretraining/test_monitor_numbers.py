@@ -20,9 +20,9 @@ def test_a_leak_is_the_largest_gradient_of_a_hidden_voxel_in_any_view():
     views = [View(torch.zeros(2, 5, 4), torch.zeros(2, 5, 4), index) for _ in range(2)]
     found = []
     for at in ((1, 1, 0), (1, 4, 3)):
-        for view in views:
-            view.patches_BKP.grad = torch.zeros(2, 5, 4)
-        views[0].patches_BKP.grad[at] = -0.5
+        gradient = torch.zeros(2, 5, 4)
+        gradient[at] = -0.5
+        views[0].patches_BKP.grad, views[1].patches_BKP.grad = gradient, torch.zeros(2, 5, 4)
         found.append(float(leak(learner, views)))  # pyright: ignore[reportArgumentType]
     assert found == [0, 0.5], "a token that the encoder sees has one"
 
