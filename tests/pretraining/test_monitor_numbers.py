@@ -31,13 +31,13 @@ def test_a_logged_row_has_losses_over_baselines_of_their_own_goals():
     """Of every scanner its own; losses and masks are means over ranks, of volumes of different sizes of goals."""
     model: Any = SimpleNamespace(baseline=lambda goal_BMD: goal_BMD.mean((1, 2)))
     masked, context = torch.tensor([1.0, 2, 3, 6]), torch.tensor([1.0, 1, 1, 5])
-    goals = [torch.tensor(mean).reshape(4, 1, 1).expand(4, 3, 2) for mean in ([2.0, 2, 4, 8], [4.0, 4, 4, 4])]
+    goals = [torch.tensor(mean).reshape(4, 1, 1).expand(4, 3, 2) for mean in ([2.0, 2, 4, 8], [4.0, 4, 4, 8])]
     tissue = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     per_rank = np.array([[1.0, 0.1, 0.2, 0.3, 7.0], [3.0, 0.3, 0.4, 0.5, 7.0]])
     row = measure._row(model, [masked, context, *goals, tissue], np.array(["b", "a", "b", "a"]), per_rank)
     assert row["by_scanner"] == pytest.approx({"a": 8 / 10, "b": 4 / 6})
     expected = {"loss": 2, "masked_loss": 3, "masked_over_baseline": 12 / 16, "context_loss": 2,
-                "context_over_baseline": 8 / 16, "dead_targets": 0.2, "tissue_dropped": 0.3, "tokens_repeated": 0.4,
+                "context_over_baseline": 8 / 20, "dead_targets": 0.2, "tissue_dropped": 0.3, "tokens_repeated": 0.4,
                 "tissue_tokens": 40}  # fmt: skip
     assert {name: row[name] for name in expected} == pytest.approx(expected)
 
@@ -80,6 +80,7 @@ def test_a_feed_counts_what_is_misplaced_stale_repeated_in_an_epoch_and_twice_in
     at."""
     voxels = np.random.default_rng(0).integers(0, 255, (6, 3, 40, 4), np.uint8)
     voxels[4:, 1] = 0  # two of them are blank there
+    voxels[:, 0] = voxels[0, 0]
     feeder = feeder_of()
     steps = [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5], [5, 0, 1, 1]]
     assert [fed_by(feeder, at, rows, voxels) for at, rows in enumerate(steps)] == [[0, 0, 0, 0]] * 3 + [[0, 0, 1, 0]]
@@ -92,6 +93,26 @@ def test_a_feed_counts_what_is_misplaced_stale_repeated_in_an_epoch_and_twice_in
         same, feeder = np.broadcast_to(voxels[:1], voxels.shape), feeder_of(checksums)
         found = [fed_by(feeder, at, rows, same) for at, rows in enumerate([[1, 1, 0, 2], [3, 3, 2, 4]])]
         assert (found[0][3], found[1][1]) == (twice, stale), "copies of a volume are no mistake"
+
+
+def test_a_feed_of_groups_that_take_turns_may_repeat_a_volume():
+    feeder, voxels = feeder_of(), np.random.default_rng(0).integers(0, 255, (6, 3, 40, 4), np.uint8)
+    feeder.loader.by_turns = True
+    assert [fed_by(feeder, 0, [0, 1, 2, 2], voxels), fed_by(feeder, 1, [2, 0, 1, 3], voxels)] == [[0, 0, 0, 0]] * 2
+
+
+def test_a_feed_compares_volume_after_volume_with_the_store_and_masks_of_three_steps():
+    feeder = feeder_of()
+    feeder.store.holds = lambda row, one: row != 4
+    batch = Batch(np.zeros((3, 1, 1, 1), np.uint8), np.zeros((3, 1)), np.zeros((3, 1)), index=np.array([2, 4, 5]), position=np.arange(3))  # fmt: skip
+    assert [feeder._foreign(batch) for _ in range(4)] == [-1, 4, -1, -1]
+
+    def step(target, tokens=40):
+        masks = SimpleNamespace(kept=[np.zeros(9), np.arange(tokens)], target=np.array(target))
+        return feeder._fixed([SimpleNamespace(masks=masks)])  # pyright: ignore[reportArgumentType]
+
+    assert [step(target) for target in (1, 2, 2, 2, 2, 3)] == [False, False, False, True, True, False]
+    assert not any(step(5, tokens=20) for _ in range(4)), "few tokens are the same by chance"
 
 
 def test_a_feed_names_the_rank_and_the_most_general_fault():
