@@ -13,9 +13,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.sparse.csgraph import connected_components
 
 from octfm.catalog.acquisition import Reject
-from octfm.catalog.catalog import Acquisition, Catalog, CatalogError, assert_participant_level, assign_splits
+from octfm.catalog.catalog import (
+    Acquisition,
+    Catalog,
+    CatalogError,
+    _leaders,
+    assert_participant_level,
+    assign_splits,
+)
 from octfm.catalog.participants.splits import SPLITS, assign, diagnosis_of, parse_split
 from octfm.catalog.scan import scan
 from octfm.cli import options
@@ -107,6 +115,20 @@ def test_F16_a_copy_under_a_spelling_that_no_accepted_file_has_shares_its_person
 def test_F16_a_participant_in_two_splits_is_refused_by_name():
     with pytest.raises(CatalogError, match="participant p7 is in train and in test"):
         assert_participant_level([acquisition("p7", "R", split="train"), acquisition("p7", "L", split="test")])
+    with pytest.raises(CatalogError, match="participant P-07 is in train and in test"):
+        assert_participant_level([acquisition("p7", "R", split="train"), acquisition("P-07", "L", split="test")])
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.sampled_from("abcdefgh")), max_size=10))
+def test_ids_that_pairs_link_in_whatever_order_follow_the_first_of_them(pairs):
+    graph = np.zeros((8, 8))
+    for one, other in pairs:
+        graph[ord(one) - ord("a"), ord(other) - ord("a")] = 1
+    group = connected_components(graph, directed=False)[1]
+    assert _leaders(pairs) == {
+        name: next(first for first in "abcdefgh" if group[ord(first) - ord("a")] == group[ord(name) - ord("a")])
+        for name in {*"".join(map("".join, pairs))}
+    }
 
 
 @settings(max_examples=50)

@@ -7,16 +7,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from pydicom import dcmread, uid
 
+from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.scan import scan
 from octfm.encoder import embed_files as module
-from octfm.encoder.embed import embedding_files
+from octfm.encoder.embed import embedding_files, facts_of
 from octfm.encoder.embed_files import embed_files
 from octfm.encoder.embeddings import read_embeddings
 from octfm.encoder.encoder import load_encoder
@@ -31,6 +34,7 @@ from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
 from support.multifile_dicom import concatenation
 from support.small_store import small_preprocessing, small_store
+from support.store_samples import SMALL, acquisition
 from support.tiny_runs import config, quick_pretrain, quiet
 from support.waiting import planted_delay
 
@@ -41,6 +45,66 @@ COUNT = 11
 def run(tmp_path_factory):
     store = small_store(tmp_path_factory.mktemp("store") / "prepared")
     return quick_pretrain(config(steps=2), store, tmp_path_factory.mktemp("runs") / "run", echo=quiet)
+
+
+def test_the_newest_outcome_of_a_file_counts_and_every_vector_stands_beside_its_file(tmp_path):
+    """Parts of three calls: a retry of what failed, and a file that has changed since."""
+    kind = module._Kind("pretrained", 2, lambda arrays: arrays.voxels, {"key": "k", "name": "pretrained"})
+    tasks = [module._Task(acquisition(n), "v1") for n in range(4)]
+    changed = replace(tasks[3], version="v0")
+
+    def row(task, outcome):
+        names = dict(zip(("acquisition", "uri", "version"), task.identity, strict=True))
+        failed = isinstance(outcome, str)
+        return names | {"code": outcome if failed else "", "sentence": f"{outcome}!",
+                        "pretrained": None if failed else np.full(2, outcome, np.float32)}  # fmt: skip
+
+    parts = {
+        3: [row(tasks[0], 1), row(tasks[1], "unreadable"), row(changed, 9)],
+        7: [row(tasks[1], 2), row(tasks[2], "no_contrast"), row(tasks[3], 4)],
+    }
+    (tmp_path / "parts").mkdir()
+    for number, rows in parts.items():
+        (tmp_path / "parts" / f"{number:06d}.parquet").write_bytes(module._part(rows, [kind]))
+    every = {task.identity for task in (*tasks, changed)}
+    assert module._finished(tmp_path, retry=False) == (8, every)
+    assert module._finished(tmp_path, retry=True) == (8, every - {tasks[2].identity})
+    catalog: Any = SimpleNamespace(rejects=[Reject("cut.dcm", "truncated_pixel_data", "cut", 1)], skipped=(1, 2))
+    keys = set()
+    for chosen, values in ((tasks, [1, 2, 4]), ([*tasks[:3], changed], [1, 2, 9])):
+        summary = module._finish(tmp_path, catalog, chosen, [kind], SMALL)
+        failures = {"no_contrast": 1, "truncated_pixel_data": 1}
+        assert summary == {"volumes": 4, "embedded": 3, "failures": failures, "skipped": 2}
+        found = read_embeddings(tmp_path / "pretrained.parquet")
+        assert dict(zip(found.acquisition.tolist(), found.vectors[:, 0], strict=True)) == {
+            task.acquisition.sop_instance_uid: value for task, value in zip((*tasks[:2], tasks[3]), values, strict=True)
+        }
+        people = {task.acquisition.sop_instance_uid: task.acquisition.participant for task in tasks}
+        assert found.participant.tolist() == [people[name] for name in found.acquisition.tolist()]
+        keys.add(facts_of(tmp_path / "pretrained.parquet")["key"])
+        rows = pq.read_table(tmp_path / "failures.parquet").to_pylist()
+        assert [(row["uri"], row["sentence"]) for row in rows] == [
+            (tasks[2].acquisition.uri, "no_contrast!"), ("cut.dcm", "cut")
+        ]  # fmt: skip
+    assert len(keys) == 2, "of other volumes"
+
+
+def test_a_vector_is_made_again_for_whatever_would_change_it_and_for_nothing_else(tmp_path):
+    file, beside = str(tmp_path / "a.npy"), str(tmp_path / "a.json")
+    own = acquisition(0, uri=file)
+
+    def version(listing=(), **changed):
+        return module._versions({file: "1"} | dict(listing))(replace(own, **changed))
+
+    others = [{"laterality": "L"}, {"laterality": None}, {"spacing_mm": (0.2, 0.05, 0.25)}, {"layout": "radial"},
+              {"modality": "octa"}]  # fmt: skip
+    listings = [{file: "2"}, {beside: "1"}, {beside: "2"}]
+    found = {version(), *(version(**other) for other in others), *map(version, listings)}
+    assert len(found) == 1 + len(others) + len(listings)
+    assert (
+        version({"b.npy": "1"}, split="val", participant="other", scanner="other", flags=("way_up_unclear",))
+        == version()
+    )
 
 
 def test_files_behind_links_are_listed_too(tmp_path):

@@ -26,7 +26,9 @@ from octfm.encoder.encoder import content_of, load_encoder, seen_by
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.io.hashing import keyed_hash
 from octfm.models.token_map import TISSUE, TooFewTokens, tissue_index, token_map
+from octfm.models.vit3d import take_patches
 from octfm.run import checkpoint
+from octfm.run.runtime import alone
 from octfm.store.store import Store
 from octfm.tasks.embed_run import embed_all
 from support.command_line import invoke
@@ -47,7 +49,16 @@ def test_F15_preprocessing_travels_with_the_weights(run, store):
     assert encoder.preprocessing == store.preprocessing == small_preprocessing()
     volume = eye()
     prepared = encoder.preprocessing(volume)
-    np.testing.assert_array_equal(encoder.embed_tokens(volume), encoder.encode_grid(prepared.voxels[None])[0])
+    tokens = encoder.encode_grid(prepared.voxels[None])
+    np.testing.assert_array_equal(encoder.embed_tokens(volume), tokens[0])
+    voxels, index = torch.from_numpy(prepared.voxels)[None, None], torch.arange(encoder.network.grid.size)[None]
+    patches = take_patches(voxels, index, encoder.config.model.patch_size).float()
+    mean, std = store.preprocessing.intensity_mean, store.preprocessing.intensity_std
+    for own_zscore, grey in ((False, (patches / 255 - mean) / std), (True, (patches - patches.mean()) / patches.std())):
+        with torch.no_grad():
+            expected = encoder.network(grey, index)
+        found = replace(encoder, own_zscore=own_zscore).encode_grid(prepared.voxels[None])
+        np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=2e-4)
 
 
 def test_F15_a_store_prepared_otherwise_is_refused(run, store, tmp_path):
@@ -94,15 +105,18 @@ def test_random_init_is_the_run_before_its_first_update(run):
     assert trained.key != random.key
     again = load_encoder(run, random_init=True)
     assert random.key == again.key
+    drawn = load_encoder(run, random_init=True, draw=1)
+    assert drawn.key not in (random.key, trained.key) and drawn.source == f"{random.source}, draw 2"
 
 
-def test_key_changes_with_the_weights_and_the_budget(run):
+def test_key_changes_with_the_weights_the_budget_and_the_precision(run):
     encoder = load_encoder(run)
     key = encoder.key
     with_other_budget = encoder.config.model_copy(
         update={"masks": encoder.config.masks.model_copy(update={"budget": 32})}
     )
     assert replace(encoder, config=with_other_budget).key != key
+    assert replace(encoder, runtime=alone("bf16", "cpu")).key != key
     encoder.network.norm.bias.data[0] += 1e-3
     assert encoder.key != key
 

@@ -2,14 +2,17 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import octfm
-from octfm.encoder.encoder import load_encoder
+from octfm.encoder.encoder import load_encoder, packed, seen_if_known
 from octfm.encoder.sources import find, packaged_encoders
 from octfm.errors import CheckpointError, ConfigError, EvaluationError, ReadError
 from octfm.formats import read_volume
@@ -421,3 +424,32 @@ def test_shown_encoders_name_no_path(encoder, tmp_path):
     shown = repr(loaded) + loaded._repr_html_()
     assert "Geheim" not in shown and "\n" not in repr(loaded) and len(repr(loaded)) < 200
     assert re.search(r"vectors of 48", shown)
+
+
+def test_the_encoder_of_bscans_scales_as_the_one_of_volumes_and_stays_of_an_older_version():
+    encoder = untrained_encoder()
+    own = replace(encoder, own_zscore=True, fingerprint="older").of_bscans()
+    assert own.own_zscore and own.fingerprint == "older" and not encoder.of_bscans().own_zscore
+    assert encoder.of_bscans().fingerprint == encoder.of_bscans().preprocessing.fingerprint() != encoder.fingerprint
+
+
+def test_all_tokens_of_a_volume_without_tissue_are_those_of_its_tissue(store):
+    arrays = store.read([0, 1])
+    arrays.band[0, 1] = arrays.band[0, 0]
+    _, tissue = untrained_encoder().select(arrays)
+    assert tissue[0].all() and not tissue[1].all()
+
+
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(0, 20))
+def test_volumes_are_packed_in_their_order_until_the_next_one_would_not_fit(counts, most):
+    packs = [[counts[place] for place in range(len(counts))[pack]] for pack in packed(counts, most)]
+    assert [count for pack in packs for count in pack] == counts and all(packs)
+    assert all(sum(pack) <= most or len(pack) == 1 for pack in packs)
+    assert all(sum(pack) + following[0] > most for pack, following in pairwise(packs))
+
+
+def test_whoever_one_of_several_runs_has_seen_is_seen(monkeypatch):
+    people = {"a": ["P1"], "b": ["P2", "P3"]}
+    monkeypatch.setattr("octfm.encoder.encoder.seen_by", lambda run: people[run].__contains__)
+    seen = seen_if_known("a", "b", allow_seen=False)
+    assert seen is not None and [seen(who) for who in ("P1", "P2", "P3", "P4")] == [True, True, True, False]

@@ -20,12 +20,14 @@ from support.tiny_runs import config, quick_pretrain, quiet
 
 @given(seed=st.integers(0, 2**31), volumes=st.integers(1, 4), tokens=st.integers(1, 40), width=st.integers(1, 6))
 @settings(max_examples=60)
-def test_extremes_are_means_of_the_sorted_ends_of_valid_tokens(seed, volumes, tokens, width):
+def test_the_mean_and_extremes_are_those_of_valid_tokens_and_of_their_sorted_ends(seed, volumes, tokens, width):
     rng = np.random.default_rng(seed)
     x, counts = rng.normal(size=(volumes, tokens, width)), rng.random((volumes, tokens)) < 0.6
     counts[:, rng.integers(tokens)] = True
     found = extremes(torch.from_numpy(x), torch.from_numpy(counts)).numpy()
     assert found.shape == (volumes, width_of("extremes", width))
+    means = pooled(torch.from_numpy(x), torch.from_numpy(counts), "mean")
+    np.testing.assert_allclose(means, [own[of].mean(0) for own, of in zip(x, counts, strict=True)], atol=1e-12)
     for row, own, of in zip(found, x, counts, strict=True):
         ordered = np.sort(own[of], axis=0)
         ends = int(np.ceil(len(ordered) * EXTREMES - 1e-9))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octfm.catalog.labels import read_labels
-from octfm.encoder.embed import QUALITY, image_quality
+from octfm.encoder.embed import QUALITY, histogram, image_quality
 from octfm.encoder.embeddings import joined, take_rows
 from octfm.errors import EvaluationError
 from octfm.evaluation.arms import covariates, make_arms, with_table
@@ -167,6 +167,24 @@ def test_image_quality_is_finite_for_any_volume(first, upper, grey):
     valid = np.stack([np.full((2, 3), first), np.full((2, 3), 16 if first < 3 else first)])[None]
     found = image_quality(Arrays(voxels, band, valid))
     assert found.shape == (1, len(QUALITY)) and np.isfinite(found).all()
+
+
+def test_histogram_and_image_quality_are_those_of_a_loop_over_the_image_of_every_a_scan():
+    rng = np.random.default_rng(0)
+    voxels = rng.integers(0, 256, (2, 3, 40, 5), np.uint8)
+    voxels[rng.random(voxels.shape) < 0.05] = 255
+    first, ilm, end = (rng.integers(low, low + 10, (2, 3, 5)) for low in (0, 14, 30))
+    arrays = Arrays(voxels, np.stack([ilm, ilm + 9], 1).astype(np.float32), np.stack([first, end], 1))
+    for volume, shares, quality in zip(range(2), histogram(arrays), image_quality(arrays), strict=True):
+        image, dark = [], []
+        for bscan, ascan in np.ndindex(3, 5):
+            at = volume, bscan, ascan
+            image += voxels[volume, bscan, first[at] : end[at], ascan].tolist()
+            dark += voxels[volume, bscan, first[at] : max(first[at], ilm[at] - 8), ascan].tolist()  # not its edge
+        np.testing.assert_allclose(shares, np.histogram(image, 64, (0, 256))[0] / len(image), rtol=1e-6)
+        signal, noise = np.percentile(image, 99) - np.median(dark), np.std(dark)
+        expected = [signal, noise, signal / noise, image.count(255) / len(image)]
+        np.testing.assert_allclose(quality, expected, rtol=1e-5)
 
 
 def test_image_quality_knows_noise_from_signal():

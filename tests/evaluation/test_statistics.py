@@ -2,6 +2,7 @@
 resampled."""
 
 from functools import partial
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from octfm.evaluation.metrics import (
 from octfm.evaluation.statistics import (
     Bootstrap,
     bootstrap,
+    bootstrap_together,
     compare,
     enough_resamples,
     holm,
@@ -175,7 +177,16 @@ def test_the_verdict_says_whether_the_paired_interval_excludes_zero(gain, verdic
     assert (result.low > 0 or result.high < 0) == (verdict != "inconclusive") == (result.p < 0.05)
 
 
-@settings(max_examples=300)
+def test_an_interval_excludes_0_from_the_first_resample_on_that_makes_p_small_enough():
+    for resamples in (39, 40, 99, 159, 400):
+        for wrong in range(12):
+            values = np.random.default_rng(wrong).permutation(np.arange(resamples) - wrong + 0.5)
+            found = compare(Bootstrap(1.0, values, np.zeros(0)), Bootstrap(0.0, np.zeros(resamples), np.zeros(0)))
+            assert found.p == pytest.approx(2 * (1 + wrong) / (1 + resamples))
+            assert (found.low > 0) == (found.verdict == "better") == (found.p <= 0.05)
+
+
+@settings(max_examples=100)
 @given(st.integers(1, 400), st.floats(-3, 3), st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 0.9]), st.booleans())
 def test_interval_p_and_verdict_never_contradict_each_other(resamples, shift, seed, undefined, rounded):
     """However few resamples there are or remain defined, and with many differences of exactly 0."""
@@ -202,6 +213,15 @@ def test_interval_p_and_verdict_never_contradict_each_other(resamples, shift, se
 def test_p_counts_the_estimate_as_one_resample_and_is_at_most_1(values, low, p):
     found = compare(Bootstrap(1.0, values, np.zeros(0)), Bootstrap(0.0, np.zeros(len(values)), np.zeros(0)))
     assert found.p == p and found.low == pytest.approx(low, nan_ok=True)
+
+
+def test_groups_that_share_people_share_their_draws_and_everybody_is_left_out_once():
+    groups = np.repeat(["a", "b", "c", "d"], [1, 2, 1, 3]), np.array(["c", "d", "d"])
+    drawn = [lambda weights, own=own: weights[:, own == "d"][:, 0] for own in groups]
+    one, two = bootstrap_together([*zip(drawn, groups, strict=True)], resamples=60)
+    np.testing.assert_array_equal(one.resampled, two.resampled)
+    alone = bootstrap(drawn[0], groups[0], resamples=60)
+    assert sorted(alone.leave_one_out.tolist()) == [0, 1, 1, 1], "of four people, who have seven cases"
 
 
 def test_the_mean_of_metrics_is_taken_resample_by_resample():
@@ -365,13 +385,13 @@ def test_bca_neither_corrects_a_metric_of_few_values_nor_fails_where_nobody_chan
     assert interval(boot) == interval(boot, method="percentile") == (0.0, 1.0)
 
 
-@pytest.mark.slow
-def test_holm_equals_statsmodels():
-    from statsmodels.stats.multitest import multipletests
-
-    for seed in range(20):
+def test_holm_is_the_closed_test_of_bonferroni():
+    """A hypothesis is rejected if Bonferroni rejects every set that it is in."""
+    for seed in range(12):
         p = np.random.default_rng(seed).random(seed % 7 + 1) ** 3
-        np.testing.assert_allclose(holm(p.tolist()), multipletests(p, method="holm")[1])
+        sets = [[*some] for size in range(1, len(p) + 1) for some in combinations(range(len(p)), size)]
+        closed = [max(min(1, len(some) * p[some].min()) for some in sets if n in some) for n in range(len(p))]
+        np.testing.assert_allclose(holm(p.tolist()), closed)
     assert holm([]) == []
 
 
@@ -426,6 +446,10 @@ def test_seeds_and_participants_are_resampled_together():
     np.testing.assert_allclose(over_seeds(single[:1] * 3).resampled, single[0].resampled)
     gap = compare(over_seeds(single), over_seeds(single))
     assert gap.low == gap.high == 0
+    # One of two seeds is drawn, whose variance is that of the mean of two of many.
+    two = [Bootstrap(value, np.full(400, value), np.zeros(0)) for value in (1.0, 3.0)]
+    drawn, other = (over_seeds(two, seed=seed).resampled for seed in (0, 1))
+    assert {*drawn} == {1.0, 3.0} and drawn.mean() == pytest.approx(2, abs=0.2) and (drawn != other).any()
 
 
 @pytest.mark.slow

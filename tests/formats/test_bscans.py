@@ -4,13 +4,17 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Catalog, CatalogError
+from octfm.catalog.estimation import axial_mm_by_height
 from octfm.catalog.participants.folders import split_folders
 from octfm.catalog.participants.patterns import Pattern, PeopleError, place_of
 from octfm.catalog.scan import scan
@@ -28,7 +32,7 @@ from octfm.pretraining.data import training_rows
 from octfm.store.prepare import prepare
 from octfm.tasks.view import scene_of
 from octfm.volume.appearance import holds_two
-from octfm.volume.estimated import FLAG, WHY, retina_rows
+from octfm.volume.estimated import FLAG, WHY, retina_rows, spacing_of
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import Volume
 from support.bscan_set import CONDITIONS, PATTERN, layered, phantom_image, write_image, write_set
@@ -152,6 +156,46 @@ def test_estimated_millimetres_are_marked_everywhere(bscans, store, tmp_path):
     volume = read_volume(catalog.acquisitions[0].uri, raster_only=False)
     assert volume.spacing_estimated and "(estimated)" in repr(volume)
     assert not scene_of(volume).has_mm
+
+
+def test_images_of_as_many_rows_have_the_median_of_a_sample_and_all_are_tried_where_it_shows_only_damage():
+    """A sample by content, of those whose millimetres nothing states."""
+    values, headers = {}, []
+
+    def add(rows: int, number: int, value, **other) -> None:
+        uri = f"{rows}/{99 - number}.png"
+        facts = {
+            "layout": "line",
+            "spacing_mm": None,
+            "shape": (1, rows, 700),
+            "sop_instance_uid": f"{rows}.{number:02d}",
+        }
+        headers.append(SimpleNamespace(uri=uri, **(facts | other)))
+        values[uri] = Reject(uri, "damaged", "it is cut", 1) if value == "damaged" else value
+
+    for number in range(60):
+        add(100, number, 30 + number**2 / 10)
+        add(300, number, "damaged" if number in (0, 48, 59) else None)
+        add(400, number, "damaged" if number in (0, 48) else 50.0 if number == 1 else None)
+        add(500, number, None)
+    add(200, 1, 40.0, layout="raster")
+    add(200, 2, 40.0, spacing_mm=(0.01, 0.004, 0.01))
+    add(200, 3, 40.0)
+    listed = headers[-1].uri
+    row = SimpleNamespace(spacing_mm=(1.0, 1.0, 1.0))
+    tables: Any = SimpleNamespace(find=lambda uri, uid: row if uri == listed else None)
+    tried: list[str] = []
+
+    def in_children(function, chosen, lost, deadline):
+        tried.extend(header.sop_instance_uid for header in chosen)
+        return [values[header.uri] for header in chosen]
+
+    found, undecoded = axial_mm_by_height(headers, tables, in_children, ())  # pyright: ignore[reportArgumentType]
+    assert found == pytest.approx({100: 0.3 / np.median([30 + n**2 / 10 for n in range(48)]), 400: 0.3 / 50})
+    assert sorted(undecoded) == sorted(["300/99.png", "300/51.png", "300/40.png", "400/99.png"])
+    expected = [f"{rows}.{n:02d}" for rows in (100, 300, 400, 500) for n in range(60 if rows == 300 else 48)]
+    assert sorted(tried) == expected
+    assert spacing_of(0.004, (1, 500, 700)) == pytest.approx((0.01, 0.004, 0.01))
 
 
 def test_millimetres_that_something_states_are_not_estimated(tmp_path):

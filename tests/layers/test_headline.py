@@ -213,7 +213,6 @@ def test_layers_of_a_store_are_those_of_its_files(tmp_path):
     np.testing.assert_array_equal(arm.vectors[0], np.round(own, 4))
 
 
-@pytest.mark.slow
 def test_layers_are_in_the_order_of_embeddings_whatever_that_of_the_store(store, tmp_path, monkeypatch):
     turned = copy(store)
     object.__setattr__(turned, "rows", store.rows[::-1])
@@ -236,7 +235,7 @@ def test_measurements_are_of_voxels_an_eye_and_millimetres_wherever_the_file_lie
     assert [s.pixels for s in layer_map_module.sources_of(store)] == [row.pixels for row in store.rows]
 
 
-def test_masks_are_told_as_their_share_their_greatest_height_and_its_spread_over_bscans():
+def test_masks_are_described_by_their_share_their_greatest_height_and_their_spread_over_bscans():
     def no_place():
         raise EvaluationError("no zones")
 
@@ -256,6 +255,7 @@ def test_masks_are_told_as_their_share_their_greatest_height_and_its_spread_over
     )
 
 
+@pytest.mark.slow
 def test_layers_of_files_without_millimetres_are_in_those_of_the_store(tmp_path):
     """And are measured again once others are declared beside a file, which changes no voxel."""
     eye, _ = phantom_volume(2, size=(6, 64, 48))

@@ -3,6 +3,7 @@
 import json
 import unicodedata
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,16 +13,18 @@ import octfm
 from octfm.cli.segment_scans import stems_of
 from octfm.errors import ExportError
 from octfm.formats import read_device_grid, read_volume
+from octfm.layers import segment as segment_module
 from octfm.layers import verdict
 from octfm.layers.corrections import Corrections
 from octfm.layers.export import write_dicom, write_nifti
 from octfm.layers.finder import LayerFinder, Layers
 from octfm.layers.rows import describe, read_table, row_of
+from octfm.layers.segment import ScanSegmentation
 from octfm.layers.verdict import Verdict
 from octfm.layers.zones import DEVICE_UNIT, UNIT, device_grid_of, same_millimetres
 from octfm.models.layer_net import MASKS, SURFACES, LayerNet, LayerNetConfig
 from octfm.phantom import phantom_volume, write_phantom
-from octfm.volume.etdrs import ZONES
+from octfm.volume.etdrs import MOST_APART_MM, ZONES
 from octfm.volume.laterality import disc_side
 from octfm.volume.segmentation import Segmentation, words_of
 from octfm.volume.volume import Lines
@@ -124,6 +127,102 @@ def test_a_row_has_amounts_of_accepted_scans_and_counts_bscans_by_what_was_corre
     row = row_of(replace(found, corrections=by_hand, axial_length_mm=26.57))
     assert (row["corrected_bscans"], row["checked_bscans"], row["corrected_participant"]) == ("4", "3", "p7")
     assert row["axial_length_mm"] == "26.57"
+
+
+@pytest.mark.parametrize(("error_um", "given"), [(11.9, True), (12.1, False)])
+def test_zones_and_volume_are_withheld_from_an_expected_error_of_12_um_on(monkeypatch, error_um, given):
+    monkeypatch.setattr(segment_module, "expected_error_um", lambda *_: np.full((25, 120), error_um, np.float32))
+    found = found_in()
+    grid, whole = found.etdrs(), found.etdrs(keep_doubtful=True)
+    assert whole.volume_mm3 is not None and all(whole.mean_um.values())
+    assert {mean is not None for mean in grid.mean_um.values()} == {given} == {grid.volume_mm3 is not None}
+
+
+def test_zones_that_another_fovea_would_lose_are_withheld(monkeypatch):
+    found = found_in()
+    x, y = found._measured().centre_mm
+    rival = replace(found._measured(), rivals_mm=((x + 1.5, y),))
+    monkeypatch.setattr(ScanSegmentation, "_measured", lambda *_: rival)
+    other = found._means(found.thickness_um("ilm", "bm"), (x + 1.5, y)).mean_um
+    lost = {name for name in ZONES if other[name] is None}
+    changed = {name for name in ZONES if name not in lost and abs(other[name] - rival.mean_um[name]) > 10}  # pyright: ignore[reportOperatorIssue]
+    assert lost and changed and len(lost | changed) < len(ZONES)
+    assert {name for name, mean in found.etdrs().mean_um.items() if mean is None} == lost | changed
+    assert found.etdrs().volume_mm3 is None and rival.volume_mm3 is not None
+    near = replace(rival, rivals_mm=((x + 0.05, y),))
+    monkeypatch.setattr(ScanSegmentation, "_measured", lambda *_: near)
+    assert all(found.etdrs().mean_um.values()) and found.etdrs().volume_mm3 == rival.volume_mm3
+
+
+def test_dark_bscans_lines_at_the_edge_and_masks_that_a_network_lacks_are_left_out(monkeypatch):
+    volume = found_in(3).volume
+    rows = np.random.default_rng(0).uniform(20, 60, (len(SURFACES), 3, 120)).astype(np.float32)
+    rows[0, 0, :3], rows[-1, 0, :3] = (4.9, 5, 5.1), (79.9, 80, 80.1)
+    lesions = np.random.default_rng(1).integers(0, 1 + len(MASKS), volume.shape, np.uint8)
+    layers = Layers(rows, rows, rows, rows[0], rows[0], lesions)
+    finder = SimpleNamespace(find=lambda _: layers, masks=MASKS[1:], model="m", name="n", digest="d")
+    for name, stub in (
+        ("dark_bscans", lambda _: np.array([False, True, False])), ("believed_rows", lambda _: (5, 80)),
+        ("onto_edges", lambda voxels, rows, spacing_mm: rows.copy()), ("judge", lambda *_: Verdict()),
+        ("packaged_ranges", lambda *_: None),
+    ):  # fmt: skip
+        monkeypatch.setattr(segment_module, name, stub)
+    found = segment_module.segment(volume, finder=finder)  # pyright: ignore[reportArgumentType]
+    expected = rows.copy()
+    expected[:, 1] = expected[0, 0, 0] = expected[-1, 0, 2] = np.nan
+    np.testing.assert_array_equal([*found.surfaces.values()], expected)
+    assert [*found.masks] == [*MASKS[1:]]
+    for name, mask in found.masks.items():
+        np.testing.assert_array_equal(mask[[0, 2]], lesions[[0, 2]] == 1 + MASKS.index(name))
+        assert not mask[1].any()
+
+
+def test_volumes_need_bscans_as_close_as_the_inner_ring_does():
+    """Evenly spaced, without the tenth that single distances may be larger."""
+    most = MOST_APART_MM["inner"]
+    for apart_mm, given in ((most, True), (1.05 * most, False)):
+        found = changed(found_in(), spacing_mm=(apart_mm, 0.004, 0.05))
+        assert (found.volume_nl("drusen") is not None) == given
+        unseen = replace(found, verdict=Verdict(parts=("a blink",)))
+        assert unseen.volume_nl("drusen") is None
+
+
+def test_a_range_adds_place_and_sampling_in_quadrature_on_either_side():
+    asked = []
+
+    def of(*given):
+        asked.append(given)
+        return given[0] - 3, given[0] + 5
+
+    found = replace(found_in(fluid_in=12), ranges=SimpleNamespace(of=of))  # pyright: ignore[reportArgumentType]
+    zones = found.etdrs()
+    for part in (zones.place_um, zones.sampling_um):
+        assert part.keys() == zones.mean_um.keys()
+    grid = replace(zones, place_um=dict.fromkeys(ZONES, 4.0), sampling_um=dict.fromkeys(ZONES, 3.0))
+    mean = grid.mean_um["centre"]
+    assert mean is not None
+    assert found.zone_ranges(grid)["centre"] == pytest.approx((mean - np.hypot(3, 5), mean + np.hypot(5, 5)))
+    _, error_um, fluid_um = asked[0]
+    assert error_um == pytest.approx(found._expected("ilm", "bm", grid).mean_um["centre"]) and error_um != fluid_um > 0
+    one = found.fluid_um()
+    assert one[12].tolist() == [0] * 40 + [pytest.approx(20 * 4)] * 20 + [0] * 60 and not one[11].any()
+
+
+def test_errors_are_unknown_without_lines_and_none_where_both_were_checked_by_hand(monkeypatch):
+    monkeypatch.setattr(segment_module, "expected_error_um", lambda *_: np.full((25, 120), 12.0, np.float32))
+    found = found_in()
+    found.surfaces["bm"][3] = np.nan
+    found.surfaces["bm"][4, 7] = np.nan
+    line = np.full(120, 100, np.float32)
+    by_hand = Corrections("", found.model, found.volume.shape, "", "p7", "", "", {"ez": {6: line}}, {}, frozenset({8}))
+    corrected = replace(found, corrections=by_hand)
+    error, other = corrected.expected_error_um(), corrected.expected_error_um("ilm", "ez")
+    assert np.isnan(error[3]).all() and np.isfinite(np.delete(error, 3, 0)).all()
+    assert [bscan for bscan in range(25) if not error[bscan].any()] == [8]
+    assert [bscan for bscan in range(25) if not other[bscan].any()] == [6, 8]
+    expected = np.zeros((25, 120), bool)
+    expected[3], expected[4, 7] = True, True
+    np.testing.assert_array_equal(corrected.doubtful, expected)
 
 
 def test_a_zone_that_was_not_measured_is_not_called_withheld():

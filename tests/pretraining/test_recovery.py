@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from octfm.pretraining.monitors import monitors, recovery
 from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.monitors.leaks import SAMPLED_TOKENS, batch_effect
 from octfm.pretraining.monitors.monitors import Finding
-from octfm.pretraining.run_state import RunState
+from octfm.pretraining.run_state import Rollback, RunState
 from octfm.run import checkpoint, checkpoint_files
 from octfm.run.runtime import Runtime
 from octfm.run.tracking import read_metrics
@@ -444,6 +445,53 @@ def test_a_fault_of_the_code_is_no_reason_to_go_back_and_advice_is_none_to_do_an
     assert advised.action == "watch" and advised.state == state
 
 
+def test_volumes_are_excluded_once_and_a_small_set_may_lose_one():
+    """A volume that is excluded already, whose batch was read ahead, is not counted again."""
+    finding = Finding("non-finite loss", "", "step", (1,), damaging=False)
+    state = RunState(suspects=("a", "b", "c"), excluded=("a",))
+    again = recovery.respond(HealthConfig(), finding, 5, state, ["a"], 10)
+    assert again.action == "skip" and again.state.excluded == ("a",) and again.state.suspects == ("a", "b", "c")
+    first = recovery.respond(HealthConfig(), finding, 5, RunState(suspects=("a",)), ["a", "d"], 10)
+    assert first.action == "exclude" and (first.state.excluded, first.state.suspects) == (("a",), ("a", "d"))
+    second = recovery.respond(HealthConfig(), finding, 5, state, ["b"], 10)
+    assert second.action == "stop" and second.state.excluded == ("a", "b"), "two of ten are more than 5 %"
+
+
+@pytest.mark.parametrize(("to", "goes_on"), [((20, 20), False), ((20, 10), True)])
+def test_a_rollback_goes_on_with_later_batches_and_the_history_of_the_weights(monkeypatch, to, goes_on):
+    """Back from step 40 to 20, for the first sign of trouble at 35: as many tries from one checkpoint as are set."""
+    before = RunState(
+        offset=5, lr_scale=0.5, skips=(38, 39), doubts=(35,), faults=(37,), losses=(9.0,), ranks=(9.0,), grad_norms=(9.0,),
+        excluded=("a",), suspects=("b",), rollbacks=tuple(Rollback(30, step, "") for step in to),
+    )  # fmt: skip
+    old = RunState(losses=(1.0,), ranks=(2.0,), grad_norms=(3.0,), offset=2, excluded=(), lr_scale=1.0)
+    asked = []
+
+    def healthy_before(run, step, config):
+        asked.append(step)
+        return (Path("step-00000020.pt"), {}) if len(asked) > 1 else None
+
+    def restore(content, path):
+        learner.step, learner.state = 20, old
+
+    learner = SimpleNamespace(
+        state=before, step=40, restore=restore, runtime=SimpleNamespace(first=lambda function: function()),
+        config=SimpleNamespace(health=HealthConfig(margin=12, lr_factor=0.5), ckpt_every_steps=10,
+                               schedule=SimpleNamespace(base_lr=1e-3)),
+    )  # fmt: skip
+    monkeypatch.setattr(recovery, "healthy_before", healthy_before)
+    if not goes_on:
+        with pytest.raises(TrainingError, match="training continued 2 times from step 20"):
+            recovery.roll_back(learner, None, 40, "collapse")  # pyright: ignore[reportArgumentType]
+        return
+    recovery.roll_back(learner, None, 40, "collapse")  # pyright: ignore[reportArgumentType]
+    assert asked == [35 - 12, 35]
+    assert learner.state == replace(
+        old, offset=5 + 41 - 20, lr_scale=0.25, excluded=("a",), suspects=("b",),
+        rollbacks=(*before.rollbacks, Rollback(40, 20, "collapse")),
+    )  # fmt: skip
+
+
 def history(values):
     state = RunState()
     for loss, norm in values:
@@ -486,10 +534,12 @@ def test_a_drop_counts_only_with_a_loss_of_rank():
 
 def test_the_learning_rate_may_rise_in_the_warmup_only():
     check = monitors.LearningRate(warmup_steps=3)
-    assert [check(step, lr) for step, lr in enumerate((1e-4, 2e-4, 3e-4, 3e-4, 2.9e-4, 1e-5))] == [None] * 6
+    assert [check(step, lr) for step, lr in enumerate((1e-4, 2e-4, 3e-4, 3.1e-4, 2.9e-4, 1e-5))] == [None] * 6
     found = check(6, 2e-5)
     assert found is not None and found.what == "learning rate" and "2.0 times" in found.sentence
-    zero = check(7, 0.0)
+    found = check(7, 1.5e-5)
+    assert found is not None and "1.5 times its lowest value" in found.sentence, "not against the step before"
+    zero = check(8, 0.0)
     assert zero is not None and "F2" in zero.sentence
 
 

@@ -2,16 +2,19 @@
 runs are left alone."""
 
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 import pytest
 import torch
+from scipy.spatial.distance import cosine
 
 from octfm.errors import CheckpointError, TrainingError
 from octfm.pretraining import inputs
 from octfm.pretraining import pretrain as loop
-from octfm.pretraining.monitors import feed, monitors
+from octfm.pretraining.monitors import feed, health, monitors
 from octfm.pretraining.monitors.health import HealthConfig
+from octfm.pretraining.monitors.limits import Limits, limits
 from octfm.pretraining.preflight import data, objective
 from octfm.pretraining.run_state import RunState
 from octfm.run import checkpoint
@@ -337,6 +340,160 @@ def test_weights_that_should_have_moved_are_named(audit, named):
     row = {"weights_stuck": 0.5, "effective_rank": 32.0, "feature_std": 1.0, "masked_over_baseline": 0.5}
     found = monitors.row_findings(HealthConfig(), RunState(), row | audit, 32)
     assert (found is not None and found.what == "underflow") == named
+
+
+WHOLE = {
+    "effective_rank": 10.0, "feature_std": 1.0, "tissue_tokens": 500, "masked_over_baseline": 0.5, "weights_stuck": 0.0,
+    "ranks_apart": 0.0, "teacher_asked": 1e-3, "teacher_step": 1e-3, "teacher_along": 1.0, "gradient_agrees": 1.0,
+    "gradient_taken": 1.0, "update_agrees": 1.0, "update_size": 1.0, "moments_astray": 0.0, "counted": 8.0, "untaught": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [
+        ("underflow", [{"weights_stuck": 0.26}]),
+        ("ranks apart", [{"ranks_apart": 1e-9}]),
+        ("gradient reversed", [{"gradient_agrees": -0.1}, {"gradient_taken": -0.1}, {"update_agrees": -0.1}]),
+        ("gradient", [{"gradient_agrees": 0.45}]),
+        ("optimizer state", [{"counted": 7.0}, {"moments_astray": 0.11}]),
+        ("encoder frozen", [{"frozen": ["blocks.0.mlp.weight"]}]),
+        ("update", [{"update_size": 0.45}, {"update_size": 2.1}]),
+        ("teacher frozen", [{"teacher_step": 0.45e-3}]),
+        ("teacher", [{"teacher_step": 2.1e-3}, {"teacher_along": 0.45}]),
+        ("collapse", [{"effective_rank": 1.3}, {"feature_std": 0.009}]),
+        ("masked loss", [{"masked_over_baseline": 0.019}, {"masked_over_baseline": 0.0}]),
+        (None, [{}, {"weights_stuck": 0.24}, {"weights_stuck": 0.5, "untaught": 1}, {"gradient_agrees": 0.55},
+                {"gradient_agrees": 9.0}, {"counted": 9.0}, {"moments_astray": 0.09}, {"update_size": 0.55},
+                {"update_size": 1.9}, {"teacher_step": 0.55e-3}, {"teacher_step": 1.9e-3}, {"teacher_along": 0.55},
+                {"teacher_step": 0.0, "teacher_asked": 9e-7}, {"effective_rank": 1.35}, {"feature_std": 0.011},
+                {"effective_rank": 1.3, "tissue_tokens": 5}, {"masked_over_baseline": 0.021}]),
+    ],
+)  # fmt: skip
+def test_what_is_measured_after_an_update_is_named_beyond_its_limit_and_not_before(what, changes):
+    for change in changes:
+        found = monitors.row_findings(HealthConfig(), RunState(losses=(0.5,) * 8), WHOLE | change, 32)
+        assert (found and found.what) == what, change
+
+
+@pytest.mark.parametrize(
+    ("measured", "what"),
+    [((None, None, None), None), ((0.0, 0.0, 9e-4), None), ((1e-9, 1.0, 1.0), "context unmasked"),
+     ((0.0, 1e-9, 1.0), "gradient reversed"), ((0.0, 0.0, 2e-3), "batch statistics")],
+)  # fmt: skip
+def test_leaks_are_named_the_cause_first(measured, what):
+    found = monitors.miscalculated(*measured)
+    assert (found and found.what) == what
+
+
+def test_words_about_a_logged_step_change_at_their_limits():
+    row = WHOLE | {"step": 80, "warmup_steps": 10, "grad_norm": 1.0, "dead_targets": 0.3, "data_wait_share": 0.2}
+
+    def said(**changes):
+        found = health.verdicts(row | {"effective_rank": 10.0} | changes, 100)
+        return {verdict.what: verdict.verdict for verdict in found if verdict.verdict != "ok"}
+
+    assert said() == said(masked_over_baseline=0.021) == said(teacher_step=0.55e-3) == said(effective_rank=4.1) == {}
+    assert said(masked_over_baseline=0.019) == {"masked loss": "bad"} and said(grad_norm=0.0) == {"gradient": "bad"}
+    assert (
+        said(masked_over_baseline=0.98) == {"masked loss": "watch"} and said(masked_over_baseline=0.98, step=79) == {}
+    )
+    assert said(teacher_step=0.45e-3) == {"teacher": "bad"} and said(teacher_step=0.0, teacher_asked=9e-7) == {}
+    assert said(effective_rank=1.9) == {"effective rank": "bad"}
+    assert said(effective_rank=3.9) == {"effective rank": "watch"}
+    assert said(effective_rank=1.9, tissue_tokens=6) == {}, "of six tokens it cannot be higher"
+    assert said(dead_targets=0.31) == {"targets": "watch"} and said(data_wait_share=0.21) == {"data": "watch"}
+
+
+def test_volumes_are_blamed_for_a_loss_that_is_not_finite_unless_most_have_one():
+    rows, fine = np.array([7, 3, 9, 5]), torch.ones(4)
+    for bad, blamed in (([2], (9,)), ([1, 2], (3, 9)), ([0, 1, 2], ())):
+        losses = fine.index_fill(0, torch.tensor(bad), float("nan"))
+        found = monitors.non_finite(losses, float("nan"), rows)
+        assert found is not None and (found.what, found.volumes) == ("non-finite loss", blamed)
+        assert found.damaging == (len(bad) > 2), "then the weights are the cause"
+    overflow = monitors.non_finite(fine, float("inf"), rows)
+    assert overflow is not None and overflow.damaging and overflow.what == "non-finite gradient"
+    assert monitors.non_finite(fine, 3.0, rows) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_limits_of_a_step_are_those_of_a_plain_loop_over_the_steps_before(seed):
+    rng = np.random.default_rng(seed)
+    count = 23 + seed
+    losses = np.exp(np.linspace(0, -1, count) + rng.choice([0.02, 0.2]) * rng.normal(size=count))
+    losses[-1 - seed % 4] *= rng.choice([1, 1.5, 4])
+    state = RunState(losses=tuple(losses), grad_norms=tuple(losses))
+    found = limits(HealthConfig(), state)
+    if count < 24:
+        assert found == Limits()
+        return
+    logs = np.log(losses)
+    jumps = [logs[n] - median(logs[n - 8 : n]) for n in range(8, count)]
+    spread = 8 * 1.4826 * median(abs(jump - median(jumps)) for jump in jumps)
+    before = median(logs[-8:]) + median(jumps)
+    assert [found.loss, found.grad_norm] == pytest.approx(
+        [np.exp(before + max(spread, np.log(factor))) for factor in (3, 20)], rel=1e-6
+    )
+    lasting = np.exp(median(logs[-10:-2]) + median(jumps) + max(spread, np.log(1.3)))
+    assert found.lasting_loss == pytest.approx(lasting if max(losses[-2:]) > lasting else np.inf, rel=1e-6)
+    said = [(1.1 * found.loss, 1.1 * found.loss / median(losses[-8:]))]
+    if found.lasting_loss < 0.9 * found.loss:
+        said.append((1.01 * lasting, min(1.01 * lasting, max(losses[-2:])) / median(losses[-10:-2])))
+    for loss, rise in said:
+        told = monitors.spike(HealthConfig(), state, loss, 0.0)
+        assert told is not None and f"{rise:.1f} times the median of the 8 steps before" in told.sentence
+
+
+def test_a_drop_or_a_rise_is_one_of_medians_and_from_its_factor_on():
+    before, middle, now = [0.8] * 30, [0.5] * 26, [0.39] * 7 + [0.7]
+
+    def drop(losses, rank, ranks=4):
+        state = RunState(losses=tuple(losses), ranks=(20.0,) * ranks)
+        return monitors.sudden_drop(HealthConfig(), state, rank) is not None
+
+    assert drop(before + middle + now, 9.9) and not drop(before + middle + now, 10.1)
+    assert not drop(before + middle + [0.41] * 8, 9.9) and not drop((before + middle + now)[1:], 9.9)
+    assert not drop(before + middle + now, 9.9, ranks=3)
+    for losses, ratio, named in (
+        ([1.0] * 8 + [1.51] * 7 + [0.1], 1.6, True), ([1.0] * 8 + [1.51] * 8, 1.45, False),
+        ([1.0] * 8 + [1.45] * 8, 1.6, False), ([1.0] * 7 + [1.51] * 8, 1.6, False),
+    ):  # fmt: skip
+        assert (monitors.rising_loss(RunState(losses=tuple(losses)), ratio) is not None) == named
+
+
+def test_held_out_losses_are_compared_with_training_since_the_validation_before():
+    def of(*parts):
+        return monitors.held_out(
+            {"kind": kind, "step": step, "masked_over_baseline": ratio}
+            for step, (training, held_out) in enumerate(parts)
+            for kind, ratio in [*(("train", own) for own in training), ("validation", held_out)]
+        )
+
+    first, second = ([0.5] * 4 + [0.9] * 8, 0.6), ([0.7] * 3, 0.67)
+    found = of(first, second)
+    assert found is not None and "rose from 0.600 to 0.670" in found.sentence
+    assert "fell from 0.900 to 0.700" in found.sentence and found.kind == "advice"
+    assert of(first, ([0.7] * 3, 0.65)) is None and of(first, ([0.82] * 3, 0.67)) is None
+    assert of(first, second, ([0.6], 0.68)) is not None and of(first, second, ([0.6], 0.67)) is None, "a new high only"
+
+
+def test_features_and_movements_are_measured_as_by_numpy():
+    rng = np.random.default_rng(0)
+    tokens = rng.normal(size=(60, 6)) * [5, 3, 1, 1, 0.5, 0.1] + 4
+    share = np.linalg.svd(tokens - tokens.mean(0), compute_uv=False)
+    share /= share.sum()
+    found = torch.from_numpy(tokens).float()
+    assert health.effective_rank(found) == pytest.approx(np.exp(-(share * np.log(share)).sum()), rel=1e-4)
+    assert health.feature_std(found) == pytest.approx(np.mean(tokens.std(0, ddof=1)), rel=1e-5)
+    a, b, start = (rng.normal(size=24) for _ in range(3))
+    cut = [[torch.from_numpy(x[:10]), torch.from_numpy(x[10:]).reshape(2, 7)] for x in (a, b, start)]
+    moved = health.relative_distance(cut[0], cut[1], lambda _: None)
+    assert float(moved) == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(b))
+    along = health.cosine(cut[2], cut[0], cut[1], lambda _: None)
+    assert float(along) == pytest.approx(1 - cosine(a - start, b - start))
+    kept = health.cosine(cut[2], cut[2], cut[1], lambda _: None)
+    assert float(kept) == 0
 
 
 SOUND = {

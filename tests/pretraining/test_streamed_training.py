@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -28,6 +29,7 @@ from octfm.pretraining import augment
 from octfm.pretraining.data import given_store, training_rows
 from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import build_objective
+from octfm.pretraining.monitors import anchor
 from octfm.pretraining.monitors.anchor import apart, disorder, named, told_apart
 from octfm.pretraining.preflight import checks
 from octfm.pretraining.settings import smoke
@@ -420,11 +422,12 @@ def test_a_run_on_scans_and_phantoms_resumes_bit_for_bit(tmp_path, store, monkey
     assert_same_weights(whole, tmp_path / "stopped")
 
 
-def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store):
+def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(anchor, "SEGMENTED", 1)  # the others take as long as the run
     whole = quick_pretrain(anchored(steps=2), store, tmp_path / "whole", echo=quiet)
-    anchor = rows(whole, "anchor")[-1]
-    assert 0 <= anchor["domain_auroc"] <= 1 and 0 <= anchor["surface_disorder"] <= 1
-    assert 0 < anchor["segmenter_um"] < 2000 and 0 < anchor["segmenter_um_phantoms"] < 2000
+    found = rows(whole, "anchor")[-1]
+    assert 0 <= found["domain_auroc"] <= 1 and 0 <= found["surface_disorder"] <= 1
+    assert 0 < found["segmenter_um"] < 2000 and 0 < found["segmenter_um_phantoms"] < 2000
     assert set(rows(whole, "validation")[-1]["by_kind"]) == {"scans", "phantoms"}
     assert "phantom" in rows(whole)[-1]["by_scanner"], "losses of scans and phantoms are logged apart"
     people = {row.participant for row in store.rows if row.split == "train"}
@@ -432,20 +435,74 @@ def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store):
     assert participant_hashes(sorted(people), known["key"]) == known["hashes"], "whoever was trained on is known"
 
 
-def test_a_run_without_a_disease_says_how_well_it_is_told_from_health(tmp_path):
+def test_a_run_without_a_disease_says_how_well_it_is_told_from_health(tmp_path, monkeypatch):
+    monkeypatch.setattr(anchor, "UNSEEN", 6)
     some = {"phantoms": PHANTOMS | {"conditions": [c for c in CONDITIONS if c not in ("macular_hole", "dme")]}}
     run = quick_pretrain(dense(data=some, steps=1), None, tmp_path / "some", echo=quiet)
     (row,) = rows(run, "unseen")
-    assert 0 < row["unseen_auroc"] <= 1 and row["volumes"] == 64
+    assert 0 <= row["unseen_auroc"] <= 1 and row["volumes"] == 12
     every = quick_pretrain(dense(steps=1), None, tmp_path / "every", echo=quiet)
     assert not rows(every, "unseen")
+
+
+def test_layers_of_few_volumes_are_compared_in_micrometres_and_tissue_is_averaged(monkeypatch):
+    """Twelve volumes in two batches, one of them without tissue, whose borders the finder sees two rows further down."""
+    grid, composition = TokenGrid((2, 8, 4), (1.0, 1.0, 1.0)), Composition((2, 8, 16), (2, 1, 8), 4.0)
+    borders = np.repeat(np.arange(4.0, 64, 7)[:8, None], 64, 1)
+    layers = (np.arange(64)[:, None] >= borders[:, None]).sum(0)
+    truth = torch.from_numpy(np.broadcast_to(layers, (1, 1, 4, 64, 64)).copy())
+    index = torch.arange(grid.size)[None]
+    odds = (composition.of(take_patches(truth, index, (2, 8, 16))) + 1e-3).log().expand(6, -1, -1)
+    rng, asked = np.random.default_rng(0), []
+    tokens = rng.normal(size=(12, grid.size, 3))
+    tissue = np.repeat(rng.random((12, 2, 1, 4)) < 0.7, 8, 2).reshape(12, -1)
+    tissue[0] = False
+
+    def find(bscan):
+        asked.append((*bscan.spacing_mm, int(bscan.voxels.max())))
+        rows = np.full((len(SURFACES), 1, 64), np.nan)
+        rows[anchor.BORDER_ROWS, 0] = borders + 2
+        return SimpleNamespace(rows=rows)
+
+    def encoded(*_):
+        voxels = np.broadcast_to(np.arange(4, dtype=np.uint8)[:, None, None], (6, 4, 64, 64))
+        for part in (slice(6), slice(6, 12)):
+            yield SimpleNamespace(voxels=voxels), np.tile(index, (6, 1)), tissue[part], torch.from_numpy(tokens[part])
+
+    monkeypatch.setattr(anchor, "encoded", encoded)
+    monkeypatch.setattr(anchor, "disorder", lambda *_: np.array([1.0, 3.0]))
+    monkeypatch.setattr("octfm.layers.finder.load_finder", lambda **_: SimpleNamespace(find=find))
+    model = SimpleNamespace(head=lambda _: odds, composition=composition, encoder=SimpleNamespace(grid=grid))
+    store = SimpleNamespace(preprocessing=SimpleNamespace(image_size=(4, 64, 64), target_spacing=(0.7, 0.03, 0.18)))
+    learner = SimpleNamespace(runtime=HOST)
+    vectors, measured = anchor._look(learner, model, store, np.arange(12))  # pyright: ignore[reportArgumentType]
+    assert measured == {"surface_disorder": 0.25, "segmenter_um": pytest.approx(60)}
+    assert asked == [(0.7, 0.03, 0.18, 2)] * anchor.SEGMENTED, "the middle B-scan"
+    expected = [own[kept if kept.any() else slice(None)].mean(0) for own, kept in zip(tokens, tissue, strict=True)]
+    np.testing.assert_allclose(vectors, expected, rtol=1e-5)
+
+
+def test_healthy_phantoms_and_those_of_left_out_conditions_are_ones_that_training_never_draws(monkeypatch):
+    seen = []
+    monkeypatch.setattr(anchor, "PhantomStore", lambda phantoms, preprocessing, count: phantoms.conditions)
+    monkeypatch.setattr(
+        anchor, "tissue_vectors", lambda _, __, store, rows: seen.append((store, rows)) or rows[:, None]
+    )
+    conditions = tuple(c for c in CONDITIONS if c not in ("healthy", "macular_hole", "dme"))
+    settings = dense(data={"phantoms": PHANTOMS | {"conditions": conditions}})
+    whole = SimpleNamespace(frozen_encoder=lambda _: None)
+    learner = SimpleNamespace(config=settings, whole=lambda: whole, runtime=SimpleNamespace(first=lambda row: row()))
+    anchor.unseen_row(learner, SimpleNamespace(preprocessing=None))  # pyright: ignore[reportArgumentType]
+    assert [{*store} for store, _ in seen] == [{"healthy"}, {"macular_hole", "dme"}]
+    assert all(rows.min() == PHANTOMS["volumes"] for _, rows in seen)
 
 
 def test_scans_are_told_apart_from_phantoms_only_where_they_differ():
     rng = np.random.default_rng(0)
     alike = [told_apart(rng.normal(size=(48, 16)), rng.normal(size=(48, 16))) for _ in range(8)]
     assert abs(np.mean(alike) - 0.5) < 0.08
-    assert told_apart(rng.normal(size=(48, 16)), rng.normal(size=(48, 16)) + 1) > 0.95
+    assert told_apart(rng.normal(size=(48, 16)), rng.normal(size=(64, 16)) + 1) > 0.95
+    assert told_apart(np.ones((9, 4)), np.ones((9, 4))) == 0.5
 
 
 def test_layers_out_of_order_are_counted():
@@ -458,7 +515,8 @@ def test_layers_out_of_order_are_counted():
     assert wrong == 0 and right > 0
     assert crossings(labels[:, :, ::-1]).tolist() == [right, 0]
     labels[:, :, 4] = CLASSES.index("drusen")
-    assert crossings(labels).sum() < right, "a lesion has no place in the order"
+    steps = [np.diff(labels[:, :, part], axis=2) for part in (slice(4), slice(5, None))]
+    assert crossings(labels).tolist() == [0, sum((step > 0).sum() for step in steps)], "a lesion has no place in it"
 
 
 def test_borders_that_tokens_name_are_as_far_off_as_they_were_moved():
@@ -473,7 +531,8 @@ def test_borders_that_tokens_name_are_as_far_off_as_they_were_moved():
     np.testing.assert_array_equal(found, truth[0, 0].numpy())
     assert apart(found[1], borders).tolist() == [0, 8 * 64]
     assert apart(found[1], borders + 2).tolist() == [2 * 8 * 64, 8 * 64]
-    assert apart(found[1], np.where(np.arange(64) < 10, np.nan, borders - 1)).tolist() == [8 * 54, 8 * 54]
+    lost = (np.arange(64) < 10) & (np.arange(8)[:, None] == 3)  # one border of the first ten A-scans
+    assert apart(found[1], np.where(lost, np.nan, borders - 1)).tolist() == [8 * 54, 8 * 54]
     some = named(np.log(odds[:40]), index[0, :40].numpy(), composition, grid)
     assert (some[:2] == -1).sum() == 0 and (some[2:] >= 0).mean() == 8 / 32
     missed, pairs = apart(some[3], borders + 2)

@@ -352,13 +352,14 @@ def test_people_of_a_run_and_of_those_before_it_are_known_by_every_spelling_and_
     assert checkpoint.keys_are_known(of | {"before": [{"key": None, "hashes": []}]})
 
 
-def test_a_copy_for_a_checkpoint_stays_and_its_checksum_knows_types_and_shapes():
+def test_a_copy_for_a_checkpoint_stays_and_its_checksum_knows_names_types_and_shapes():
     weights = torch.zeros(2, 3)
     copy = checkpoint.snapshot({"model": [weights]})
     weights.add_(1)
     assert not copy["model"][0].any()
     same_bytes = (weights, weights.reshape(3, 2), weights.view(torch.int32), weights.reshape(6))
     assert len({checkpoint.checksum({"model": tensor}) for tensor in same_bytes}) == 4
+    assert checkpoint.checksum({"mode": weights}) != checkpoint.checksum({"model": weights})
 
 
 def test_a_checkpoint_is_sound_if_it_is_one_and_nothing_was_wrong_shortly_before(tmp_path):
@@ -428,6 +429,7 @@ def test_a_best_checkpoint_that_cannot_be_named_is_a_sentence_and_no_end_of_trai
     writer.save(1, {"model": {}}, best=True)
     writer.close()
     assert ["unnamed" in failure.sentence and not failure.lost for failure in writer.failures()] == [True]
+    assert writer.failures() == [], "each is told once"
     assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(tmp_path)] == [1]
 
 
@@ -449,7 +451,46 @@ def test_a_full_disk_that_takes_no_name_lets_the_other_disk_fill_no_further_than
     assert sum("unnamed" in failure.sentence for failure in writer.failures()) == 5
     writer.forget_after(5)
     assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(second)] == [5]
+    writer.save(6, {"model": {}})
+    writer.save(7, {"model": {}})
+    writer.wait()
+    assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(second)] == [5, 7], "the best one has no name"
     writer.close()
+
+
+def test_the_last_checkpoint_to_roll_back_to_is_kept_on_either_disk_and_a_failure_names_the_one_before(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    def write(folder: Path, step: int, content: dict) -> Path:
+        if step == 7 or (folder == first and step % 2 == 0):
+            raise OSError(errno.ENOSPC, "no space left")
+        return checkpoint.write(folder, step, content)
+
+    may_return_to = Retention(1, may_return_to=lambda path: checkpoint_files.step_of(path) in (2, 4))
+    writer = CheckpointWriter([first, second], may_return_to, write)
+    for step in range(1, 8):
+        writer.save(step, {"model": {}})
+    writer.close()
+    kept = [[checkpoint_files.step_of(p) for p in checkpoint_files.steps(folder)] for folder in (first, second)]
+    assert kept == [[5], [4, 6]]
+    failures = writer.failures()
+    assert [(f.step, f.lost) for f in failures] == [(2, False), (4, False), (6, False), (7, False), (7, True)]
+    assert f"step-00000006.pt, is intact; trying {second}" in failures[-2].sentence
+    assert "is intact; training goes on; free some space" in failures[-1].sentence
+    assert "step-00000005.pt, is intact" in failures[2].sentence
+
+
+def test_a_checkpoint_of_which_the_bucket_gets_no_copy_is_lost_there_and_whole_here(tmp_path):
+    def offer(path):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    writer = CheckpointWriter([tmp_path], Retention(2))
+    writer.remote = SimpleNamespace(require=lambda: None, offer=offer, path=tmp_path, where="s3://b/run", failures=list)  # pyright: ignore[reportAttributeAccessIssue]
+    writer.save(3, {"model": {}}, best=True)
+    writer.close()
+    (failure,) = writer.failures()
+    assert failure.lost and failure.step == 3 and "is whole, but" in failure.sentence
+    assert best_step(tmp_path) == 3 and len(checkpoint_files.steps(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("text", ["", "null", "[3]", '{"step": null}', '{"step": 3, "before": 2}', '{"before": [2]}'])
@@ -499,16 +540,19 @@ def test_a_full_disk_does_not_keep_training_from_going_back(tmp_path, monkeypatc
 
 def test_going_back_keeps_the_checkpoint_that_was_the_best_before(tmp_path):
     writer = CheckpointWriter([tmp_path], Retention(3))
-    for step in (2, 4, 6):
+    for step in (2, 4, 5):
         writer.save(step, {"model": {}}, best=step != 4)
     writer.wait()
-    assert best_step(tmp_path) == 6
+    assert best_step(tmp_path) == 5
     writer.forget_after(4)
     for step in (6, 8, 10):
         writer.save(step, {"model": {}})
     writer.wait()
     assert best_step(tmp_path) == 2
     assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(tmp_path)] == [2, 6, 8, 10]
+    writer.save(12, {"model": {}}, best=True)
+    writer.forget_after(2)
+    assert best_step(tmp_path) == 2
     writer.forget_after(1)
     assert best_step(tmp_path) is None
     for step in (4, 2):  # a run whose newest checkpoints are damaged goes on from an earlier one

@@ -188,10 +188,11 @@ def test_lists_that_cannot_be_meant_are_refused(tmp_path):
 def test_a_name_with_an_umlaut_is_found_however_it_is_written(tmp_path):
     """macOS writes folders with u and two dots of their own: their volumes were not left out, to `did you mean` the
     same name."""
-    (tmp_path / "list").write_text("/oct/M\u00fcller/a.e2e\nGro\u0308n\n", "utf-8")
-    volumes = [("1.2.3", "/oct/Mu\u0308ller/a.e2e", "P1"), ("1.2.4", "/oct/b.e2e", "Gr\u00f6n"), ("1.2.5", "c", "P2")]
+    (tmp_path / "list").write_text("/oct/M\u00fcller/a.e2e\nGro\u0308n\n/oct/Zo\u0308e.e2e\n", "utf-8")
+    volumes = [("1.2.3", "/oct/Mu\u0308ller/a.e2e", "P1"), ("1.2.4", "/oct/b.e2e", "Gr\u00f6n"), ("1.2.5", "c", "P2"),
+               ("1.2.6", "/oct/Z\u00f6e.e2e", "P3")]  # fmt: skip
     lines = []
-    assert excluded(tmp_path / "list", volumes, "here", echo=lines.append).tolist() == [True, True, False]
+    assert excluded(tmp_path / "list", volumes, "here", echo=lines.append).tolist() == [True, True, False, True]
     assert not lines
 
 

@@ -13,26 +13,41 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from octfm.catalog.duplicates import OF_TWO
 from octfm.catalog.participants.pseudonyms import locate, pseudonym, pseudonymise
 from octfm.catalog.scan import scan
-from octfm.errors import StoreError
+from octfm.errors import ReadError, StoreError
 from octfm.formats import read_volume
 from octfm.io.isolation import Limits, each
 from octfm.io.location import holds_other
-from octfm.store.prepare import describe, prepare
+from octfm.store.layout import StoreRow
+from octfm.store.prepare import (
+    _difference,
+    _reusable,
+    _splits_of,
+    _unless_copy,
+    code_of,
+    describe,
+    prepare,
+    with_finder,
+)
 from octfm.store.selection import assert_disjoint_splits
 from octfm.store.store import Store
 from octfm.store.writer import stage
+from octfm.volume.estimated import FLAG
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import Volume
 from support.dicom_files import write_oct_dicom
 from support.store_samples import SMALL, acquisition, catalog, content, read_sample
 from support.waiting import planted_delay, wait_until
+
+UPSIDE_DOWN = "looks_upside_down"
 
 
 def run(acquisitions, out, *, preprocessing=SMALL, workers=1, **other) -> Store:
@@ -201,6 +216,65 @@ def test_millimetres_axes_and_modality_that_were_corrected_are_refused(tmp_path)
         with pytest.raises(StoreError, match=f"was prepared with {was}, but the catalog now says {now}; prepare into"):
             run([acquisition(0, **other)], tmp_path / "store")
     assert len(run([acquisition(0)], tmp_path / "store")) == 1
+
+
+@pytest.mark.parametrize(
+    ("both", "row", "catalog", "differs"),
+    [
+        ({}, {}, {}, ""), ({}, {}, {"spacing_mm": (0.2, 0.004, 0.01)}, "millimetres"),
+        ({}, {}, {"spacing_mm": (0.1, 0.004, 0.01 * (1 + 1e-8))}, ""),
+        ({"layout": "line"}, {}, {"spacing_mm": (0.2, 0.004, 0.02), "shape": (1, 32, 40)}, ""),
+        ({"layout": "line"}, {}, {"spacing_mm": (0.1, 0.005, 0.01)}, "millimetres"),
+        ({"layout": "line", "flags": (FLAG,)}, {}, {"spacing_mm": (0.1, 0.005, 0.01)}, ""),
+        ({"layout": "line"}, {"flags": (FLAG,)}, {"spacing_mm": (0.1, 0.005, 0.01)}, "millimetres"),
+        ({"layout": "line"}, {}, {"spacing_mm": (0.1, 0.005, 0.01), "flags": (FLAG,)}, "millimetres"),
+        ({}, {"flags": ("declared_upside_down",)}, {}, "the other way up"),
+        ({}, {}, {"flags": ("declared_upside_down",)}, "the other way up"),
+        ({}, {}, {"laterality": None}, "laterality R"), ({}, {}, {"modality": "octa"}, "modality structure"),
+        ({}, {}, {"layout": "radial"}, "layout raster"), ({}, {}, {"shape": (8, 32, 36)}, "shape [4, 32, 36]"),
+    ],
+)  # fmt: skip
+def test_a_row_stays_unless_the_catalog_says_what_would_change_its_voxels(both, row, catalog, differs):
+    of = {"laterality": "R", "modality": "structure", "layout": "raster", "flags": ()} | both
+    transform = {"native_shape": [4, 32, 36], "native_spacing_mm": [0.1, 0.004, 0.01]}
+    stated = of | {"shape": (4, 32, 36), "spacing_mm": (0.1, 0.004, 0.01)} | catalog
+    found = _difference(SimpleNamespace(**(of | {"transform": transform} | row)), SimpleNamespace(**stated))  # pyright: ignore[reportArgumentType]
+    assert differs in found and bool(found) == bool(differs)
+
+
+@pytest.mark.parametrize(
+    ("keep", "flags", "taken"), [(False, (), "2"), (True, (), "12"), (False, (UPSIDE_DOWN,), "12")]
+)
+def test_a_volume_that_looks_upside_down_is_taken_over_only_where_it_would_be_kept_today(keep, flags, taken):
+    of = {"laterality": "R", "modality": "structure", "layout": "raster"}
+    transform = {"native_shape": [4, 32, 36], "native_spacing_mm": [0.1, 0.004, 0.01]}
+    rows = [SimpleNamespace(acquisition=uid, found=found, flags=(), transform=transform, **of)
+            for uid, found in (("1", (UPSIDE_DOWN,)), ("2", ()))]  # fmt: skip
+    now = [SimpleNamespace(sop_instance_uid=uid, flags=own, shape=(4, 32, 36), spacing_mm=(0.1, 0.004, 0.01), **of)
+           for uid, own in (("1", flags), ("2", ()))]  # fmt: skip
+    found = _reusable(SimpleNamespace(rows=rows, path=""), now, keep)  # pyright: ignore[reportArgumentType]
+    assert [*found] == [*taken]
+
+
+def test_a_person_who_is_gone_follows_another_spelling_and_an_id_that_may_be_the_same():
+    now = [acquisition(0, participant="p1", split="test"), acquisition(2, participant="1001", split="val")]
+    assert _splits_of({"P-001", "00001001", "p9"}, now) == {"P-001": "test", "00001001": "val"}
+
+
+def test_a_row_that_is_made_again_keeps_what_its_copies_said_unless_its_voxels_changed(undisturbed):
+    row = replace(Store.open(undisturbed).rows[0], found=("way_up_unclear", OF_TWO))
+    for pixels, kept in ((row.pixels, (OF_TWO,)), ("others", ())):
+        made = replace(row, found=("new",), pixels=pixels)
+        outcome = _unless_copy(made, SimpleNamespace(index=0), {}, SimpleNamespace(rows=[row]), {})  # pyright: ignore[reportArgumentType]
+        assert isinstance(outcome, StoreRow) and outcome.found == ("new", *kept)
+
+
+def test_a_learned_band_has_its_memory_and_time_besides_those_of_reading_and_errors_have_codes():
+    both = with_finder(Limits(memory=10, seconds_per_megabyte=1.0), SimpleNamespace(memory=5, seconds_per_megabyte=2.0))  # pyright: ignore[reportArgumentType]
+    assert (both.memory, both.seconds_per_megabyte) == (15, 3)
+    errors = ReadError("no_contrast", "x"), MemoryError(), PermissionError(), ValueError()
+    codes = ["no_contrast", "decoder_memory", "unreadable", "preprocessing_failed"]
+    assert [code_of(error) for error in errors] == codes
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
