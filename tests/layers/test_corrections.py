@@ -906,6 +906,7 @@ def clinic_of(folder: Path, participants: int) -> list[Path]:
     return files
 
 
+@pytest.mark.slow
 def test_corrected_numbers_are_labels_that_finetune_learns(tmp_path, monkeypatch):
     """From files of corrections through a table of octfm segment to a fine-tuned model, by acquisition."""
     torch.manual_seed(0)
