@@ -357,6 +357,20 @@ def test_tables_beside_scans_are_no_scans_and_hdf5_is_named(tmp_path):
         scan(tmp_path / "hf", workers=0)
 
 
+def test_a_zarr_array_is_one_reject_and_its_chunks_are_none(tmp_path):
+    write_volume(tmp_path / "patient_1" / "OD", 1)
+    for name in ("old/zarr.json", "old/0/.zarray", "old/0/0.0.0", "old/0/0.0.1", "old/1/zarr.json", "old/1/c/0/0/1"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(300))
+    write_volume(tmp_path / "old" / "patient_2" / "OD", 2)
+    catalog = scan(tmp_path, nominal_spacing_mm=SPACING, workers=0)
+    assert len(catalog.acquisitions) == 2
+    (reject,) = catalog.rejects
+    assert reject.code == "not_dicom" and reject.sentence.startswith(f"{tmp_path / 'old'}: a Zarr array")
+    with pytest.raises(ReadError, match="a Zarr array"):
+        read_volume(tmp_path / "old" / "0")
+
+
 def test_flow_beside_structure_is_no_structure(tmp_path):
     """As OCTA-500: OCT/10001 and OCTA/10001 hold the same eye, in images that state nothing."""
     for n, folder in enumerate(("OCTA_3mm/OCT", "OCTA_3mm/OCTA", "elsewhere/OCTA")):
@@ -396,6 +410,9 @@ def test_packed_files_documents_and_videos_are_named_and_not_to_be_fetched_again
         ("a.tar", None, "an archive other than ZIP; unpack it"),
         ("a.pdf", None, "a PDF; export the scan itself"),
         ("a.mp4", b"\0\0\0\x18ftypmp42" + bytes(400), "a video; export the scan"),
+        ("a.nrrd", b"NRRD0005\ntype: uint8\n" + bytes(400), "an NRRD, VTK or Analyze image; save it as NIfTI"),
+        ("b.hdr", b"\x5c\x01\0\0" + bytes(344), "an NRRD, VTK or Analyze image; save it as NIfTI"),
+        ("b.img", bytes(400), "only the voxels; give b.hdr"),
     ):
         if content:
             (tmp_path / name).write_bytes(content)

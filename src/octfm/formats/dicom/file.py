@@ -183,6 +183,9 @@ _KINDS = {
     ),
     "a video; export the scan as DICOM, or its B-scans as PNG": ((4, b"ftyp"), (8, b"AVI "), (0, b"\x1a\x45\xdf\xa3")),
     "a PDF; export the scan itself, as DICOM": ((0, b"%PDF"),),
+    "an NRRD, VTK or Analyze image; save it as NIfTI (.nii.gz) or MetaImage (.mha)": (
+        *((0, b"NRRD000"), (0, b"# vtk DataFile"), (0, b"\x5c\x01\0\0"), (0, b"\0\0\x01\x5c")),
+    ),
 }
 """What to say of files that users take for scans -> bytes at an offset by which such a file is known."""
 
