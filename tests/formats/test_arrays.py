@@ -4,6 +4,7 @@ do."""
 import json
 import re
 import struct
+import zipfile
 import zlib
 
 import numpy as np
@@ -216,6 +217,15 @@ def test_a_changed_byte_of_a_compressed_matlab_array_is_found(tmp_path):
     for place in range(len(content) // 2, len(content), 997):
         (tmp_path / "a.mat").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         assert code_of(tmp_path / "a.mat", spacing_mm=SPACING_MM) == "damaged_file"
+
+
+def test_a_volume_that_eyepy_saved_is_named(tmp_path):
+    np.savez(tmp_path / "a.npz", raw_volume=telling_voxels().astype(np.float32))
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as file:
+        file.writestr("meta.json", '{"scale_z": 0.12}')
+    with pytest.raises(ReadError, match="a volume that eyepy saved") as refused:
+        read_header(tmp_path / "a.npz")
+    assert refused.value.code == "not_dicom"
 
 
 @pytest.mark.parametrize("head", [b"MATLAB 7.3 MAT-file, Platform: GLNXA64", b"\x89HDF\r\n\x1a\n"])
