@@ -12,7 +12,7 @@ import pytest
 from scipy.io import loadmat, savemat
 
 from octfm.catalog.scan import scan
-from octfm.formats import ReadError, read_header, read_volume
+from octfm.formats import ReadError, read_header, read_overlay, read_volume
 from support import ROOT
 from support.command_line import inside
 from support.vendor_files import SPACING_MM, write_matlab, write_nifti, write_npy, write_sidecar
@@ -121,6 +121,22 @@ def test_a_nifti_slope_is_applied(tmp_path):
     struct.pack_into("<2f", content, 112, 0.3, 0.0)
     uri.write_bytes(content)
     assert code_of(uri) == "unsupported_pixels"
+
+
+def test_whole_numbers_that_were_saved_with_a_slope_are_whole_again(tmp_path):
+    """As nibabel saves floats with the header of an image of bytes."""
+    import nibabel
+
+    drawn = telling_voxels() // 20
+    uri = write_nifti(tmp_path / "a.nii", telling_voxels())
+    scan = nibabel.load(uri)
+    for values, code in ((drawn, None), (drawn + 0.3, "unsupported_pixels")):
+        stored = values.transpose(2, 1, 0).astype(np.float64)
+        nibabel.save(nibabel.Nifti1Image(stored, scan.affine, scan.header), tmp_path / "b.nii")
+        if code is None:
+            np.testing.assert_array_equal(read_overlay(tmp_path / "b.nii", of=read_volume(uri)).values, drawn)
+        else:
+            assert code_of(tmp_path / "b.nii") == code
 
 
 def test_arrays_that_are_no_volume(tmp_path):

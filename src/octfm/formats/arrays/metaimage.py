@@ -32,7 +32,7 @@ HEAD_BYTES = 65536
 """A header is a few hundred bytes; with a comment or a list of tags it may be longer."""
 _TYPES = {
     "MET_UCHAR": "u1", "MET_CHAR": "i1", "MET_USHORT": "u2", "MET_SHORT": "i2", "MET_UINT": "u4", "MET_INT": "i4",
-    "MET_FLOAT": "f4", "MET_DOUBLE": "f8",
+    "MET_ULONG_LONG": "u8", "MET_LONG_LONG": "i8", "MET_FLOAT": "f4", "MET_DOUBLE": "f8",
 }  # fmt: skip
 _DEFAULT_AXES = "WHD"
 _SUFFIXES = (".mhd", ".mha")
