@@ -333,7 +333,7 @@ def test_positions_counted_from_zero_do_not_say_which_end_is_superior():
     found = read_geometry(dataset(counted, (0.1, 0.0039, 0.0115), thickness=0.05), SHAPE, "any", "here")
     assert (found.spacing_mm[0], found.superior_first, found.lines) == (0.05, None, None)
     assert found.flags == ("positions_placeholder",)
-    with pytest.raises(ReadError, match=r"OCT-Converter writes for a file \.e2e") as refused:
+    with pytest.raises(ReadError, match=r"OCT-Converter writes for every \.e2e") as refused:
         read_geometry(dataset(counted, (0.1, 0.0039, 0.01), thickness=0.05), SHAPE, "any", "here")
     assert refused.value.code == "absurd_spacing"
 

@@ -29,9 +29,8 @@ _PLACEHOLDER_MM = 1.0
 """A B-scan distance of exactly this stands for one that is not known."""
 _HIGHEST_MM = 15.0
 """No field is higher, unless it is as wide."""
-_MADE_UP_MM = {(0.05, 0.01): ".e2e", (0.004, 0.002): ".img", (0.2, 0.02): ".OCT"}
-"""(SliceThickness, lateral PixelSpacing) that OCT-Converter writes, with counted positions, for files that state
-neither."""
+_MADE_UP_MM = {(0.05, 0.01): ".e2e", (0.004, 0.002): ".img", (0.2, 0.02): ".OCT", (0.02, 0.015): ".OCT"}
+"""(SliceThickness, lateral PixelSpacing) that OCT-Converter writes, with counted positions, for all files of a kind."""
 
 ROUNDING = 1.01
 """Largest ratio of spacings that are the same but for rounding."""
@@ -104,7 +103,7 @@ def read_geometry(
         raise ReadError(
             "absurd_spacing",
             f"{uri}: SliceThickness {measures.thickness:g} and lateral PixelSpacing {dx:g} mm are what OCT-Converter "
-            f"writes for a file {source} that states neither; use the file {source} itself",
+            f"writes for every {source} file, whatever its field; use the {source} file itself",
         )
     try:
         if shape[0] == 1:
