@@ -395,7 +395,7 @@ def test_images_for_print_are_read_and_those_of_the_web_named(tmp_path):
     assert np.array_equal(read_volume(tmp_path / "a.tif", raster_only=False).voxels[0], gray)
     for ending in ("gif", "webp", "jp2"):
         Image.fromarray(gray).save(tmp_path / f"a.{ending}")
-        with pytest.raises(ReadError, match="a GIF, WebP, HEIC, AVIF or JPEG 2000 image; save it as PNG"):
+        with pytest.raises(ReadError, match="a GIF, WebP, HEIC, AVIF, JPEG 2000 or PGM image; save it as PNG"):
             read_volume(tmp_path / f"a.{ending}", raster_only=False)
 
 

@@ -113,7 +113,8 @@ def numbered(places: list[str], uri: str) -> list[str]:
     if not places:
         raise ReadError(
             "unreadable",
-            f"{uri}: a folder without images; give a file, or a folder whose images are the B-scans of a volume",
+            f"{uri}: a folder without PNG, TIFF, BMP or JPEG images; give a file, or a folder whose images are the "
+            "B-scans of a volume",
         )
     if len(places) < 2:
         raise ReadError("single_image", f"{uri}: {len(places)} image; a volume needs several B-scans")

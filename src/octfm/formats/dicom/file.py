@@ -174,8 +174,8 @@ def _parse(file: BinaryIO, uri: str) -> tuple[FileHeader, BinaryIO, int]:
 
 
 _KINDS = {
-    "a GIF, WebP, HEIC, AVIF or JPEG 2000 image; save it as PNG": (
-        *((0, b"GIF8"), (8, b"WEBP"), (4, b"jP  "), (4, b"ftyphei"), (4, b"ftypmif1"), (4, b"ftypavif")),
+    "a GIF, WebP, HEIC, AVIF, JPEG 2000 or PGM image; save it as PNG": (
+        *((0, b"P5\n"), (0, b"GIF8"), (8, b"WEBP"), (4, b"jP  "), (4, b"ftyphei"), (4, b"ftypmif1"), (4, b"ftypavif")),
     ),
     "a compressed file or an archive other than ZIP; unpack it": (
         *((0, b"\x1f\x8b"), (0, b"BZh"), (0, b"\xfd7zXZ"), (0, b"\x28\xb5\x2f\xfd")),  # gzip, bzip2, xz, zstd
