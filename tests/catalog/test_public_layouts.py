@@ -199,6 +199,7 @@ def test_the_guess_of_a_public_set_keeps_people_together_and_apart(paths, guess,
         ),
         (["hc01_spectralis_macula_v1_s1_R.vol", "ms01_spectralis_macula_v1_s1_R.vol"], ["hc01", "ms01"]),
         (["OCTA_3mm/OCT/10001/1.bmp", "OCTA_6mm/OCT/10002/1.bmp"], ["10001", "10002"]),
+        (["imagesTr/case_001_0000.nii.gz", "imagesTs/case_002_0000.nii.gz"], ["case_001", "case_002"]),
     ],
 )
 def test_the_patterns_of_the_guide_find_whose_volumes_they_are(names, people):
