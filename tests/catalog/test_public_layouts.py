@@ -199,6 +199,7 @@ def test_the_guess_of_a_public_set_keeps_people_together_and_apart(paths, guess,
         ),
         (["hc01_spectralis_macula_v1_s1_R.vol", "ms01_spectralis_macula_v1_s1_R.vol"], ["hc01", "ms01"]),
         (["OCTA_3mm/OCT/10001/1.bmp", "OCTA_6mm/OCT/10002/1.bmp"], ["10001", "10002"]),
+        (["imagesTr/case_001_0000.nii.gz", "imagesTs/case_002_0000.nii.gz"], ["case_001", "case_002"]),
     ],
 )
 def test_the_patterns_of_the_guide_find_whose_volumes_they_are(names, people):
@@ -357,6 +358,20 @@ def test_tables_beside_scans_are_no_scans_and_hdf5_is_named(tmp_path):
         scan(tmp_path / "hf", workers=0)
 
 
+def test_a_zarr_array_is_one_reject_and_its_chunks_are_none(tmp_path):
+    write_volume(tmp_path / "patient_1" / "OD", 1)
+    for name in ("old/zarr.json", "old/0/.zarray", "old/0/0.0.0", "old/0/0.0.1", "old/1/zarr.json", "old/1/c/0/0/1"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(300))
+    write_volume(tmp_path / "old" / "patient_2" / "OD", 2)
+    catalog = scan(tmp_path, nominal_spacing_mm=SPACING, workers=0)
+    assert len(catalog.acquisitions) == 2
+    (reject,) = catalog.rejects
+    assert reject.code == "not_dicom" and reject.sentence.startswith(f"{tmp_path / 'old'}: a Zarr array")
+    with pytest.raises(ReadError, match="a Zarr array"):
+        read_volume(tmp_path / "old" / "0")
+
+
 def test_flow_beside_structure_is_no_structure(tmp_path):
     """As OCTA-500: OCT/10001 and OCTA/10001 hold the same eye, in images that state nothing."""
     for n, folder in enumerate(("OCTA_3mm/OCT", "OCTA_3mm/OCTA", "elsewhere/OCTA")):
@@ -381,7 +396,7 @@ def test_images_for_print_are_read_and_those_of_the_web_named(tmp_path):
     assert np.array_equal(read_volume(tmp_path / "a.tif", raster_only=False).voxels[0], gray)
     for ending in ("gif", "webp", "jp2"):
         Image.fromarray(gray).save(tmp_path / f"a.{ending}")
-        with pytest.raises(ReadError, match="a GIF, WebP, HEIC, AVIF or JPEG 2000 image; save it as PNG"):
+        with pytest.raises(ReadError, match="a GIF, WebP, HEIC, AVIF, JPEG 2000 or PGM image; save it as PNG"):
             read_volume(tmp_path / f"a.{ending}", raster_only=False)
 
 
@@ -396,6 +411,9 @@ def test_packed_files_documents_and_videos_are_named_and_not_to_be_fetched_again
         ("a.tar", None, "an archive other than ZIP; unpack it"),
         ("a.pdf", None, "a PDF; export the scan itself"),
         ("a.mp4", b"\0\0\0\x18ftypmp42" + bytes(400), "a video; export the scan"),
+        ("a.nrrd", b"NRRD0005\ntype: uint8\n" + bytes(400), "an NRRD, VTK or Analyze image; save it as NIfTI"),
+        ("b.hdr", b"\x5c\x01\0\0" + bytes(344), "an NRRD, VTK or Analyze image; save it as NIfTI"),
+        ("b.img", bytes(400), "only the voxels; give b.hdr"),
     ):
         if content:
             (tmp_path / name).write_bytes(content)

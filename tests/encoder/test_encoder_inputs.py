@@ -51,6 +51,20 @@ def test_one_scan_gives_a_vector_and_many_a_row_each(encoder, store, tmp_path):
     assert encoder.embed([]).shape == (0, 48)
 
 
+def test_a_file_that_is_upside_down_gets_no_vector_until_its_sidecar_declares_it(encoder, tmp_path):
+    volume = eye()
+    turned, uri = volume.voxels[:, ::-1], tmp_path / "a.npz"
+    np.savez(uri, volume=turned, spacing_mm=volume.spacing_mm)
+    with pytest.raises(ReadError, match="looks upside down") as refused:
+        encoder.embed(uri)
+    assert refused.value.code == "upside_down"
+    (tmp_path / "a.json").write_text('{"upside_down": true}', encoding="utf-8")
+    upright = encoder.embed(octfm.Volume(volume.voxels, volume.spacing_mm))
+    np.testing.assert_array_equal(encoder.embed(uri), upright)
+    (tmp_path / "a.json").write_text('{"upside_down": false}', encoding="utf-8")
+    assert not np.array_equal(encoder.embed(uri), upright)
+
+
 def test_a_volume_of_one_bscan_is_a_line_as_in_a_file(encoder, tmp_path):
     """It was too thin to fill a voxel, or was smeared over the depth of one."""
     whole = eye()

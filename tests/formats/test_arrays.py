@@ -4,6 +4,7 @@ do."""
 import json
 import re
 import struct
+import zipfile
 import zlib
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from scipy.io import loadmat, savemat
 
 from octfm.catalog.scan import scan
-from octfm.formats import ReadError, read_header, read_volume
+from octfm.formats import ReadError, read_header, read_overlay, read_volume
 from support import ROOT
 from support.command_line import inside
 from support.vendor_files import SPACING_MM, write_matlab, write_nifti, write_npy, write_sidecar
@@ -122,6 +123,22 @@ def test_a_nifti_slope_is_applied(tmp_path):
     assert code_of(uri) == "unsupported_pixels"
 
 
+def test_whole_numbers_that_were_saved_with_a_slope_are_whole_again(tmp_path):
+    """As nibabel saves floats with the header of an image of bytes."""
+    import nibabel
+
+    drawn = telling_voxels() // 20
+    uri = write_nifti(tmp_path / "a.nii", telling_voxels())
+    scan = nibabel.load(uri)
+    for values, code in ((drawn, None), (drawn + 0.3, "unsupported_pixels")):
+        stored = values.transpose(2, 1, 0).astype(np.float64)
+        nibabel.save(nibabel.Nifti1Image(stored, scan.affine, scan.header), tmp_path / "b.nii")
+        if code is None:
+            np.testing.assert_array_equal(read_overlay(tmp_path / "b.nii", of=read_volume(uri)).values, drawn)
+        else:
+            assert code_of(tmp_path / "b.nii") == code
+
+
 def test_arrays_that_are_no_volume(tmp_path):
     voxels = telling_voxels()
     assert code_of(write_npy(tmp_path / "a.npy", voxels[0])) == "unknown_axes"
@@ -216,6 +233,15 @@ def test_a_changed_byte_of_a_compressed_matlab_array_is_found(tmp_path):
     for place in range(len(content) // 2, len(content), 997):
         (tmp_path / "a.mat").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         assert code_of(tmp_path / "a.mat", spacing_mm=SPACING_MM) == "damaged_file"
+
+
+def test_a_volume_that_eyepy_saved_is_named(tmp_path):
+    np.savez(tmp_path / "a.npz", raw_volume=telling_voxels().astype(np.float32))
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as file:
+        file.writestr("meta.json", '{"scale_z": 0.12}')
+    with pytest.raises(ReadError, match="a volume that eyepy saved") as refused:
+        read_header(tmp_path / "a.npz")
+    assert refused.value.code == "not_dicom"
 
 
 @pytest.mark.parametrize("head", [b"MATLAB 7.3 MAT-file, Platform: GLNXA64", b"\x89HDF\r\n\x1a\n"])

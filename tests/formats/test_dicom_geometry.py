@@ -327,6 +327,17 @@ def test_lines_of_a_star_are_as_long_as_from_the_first_to_the_last_a_scan():
     np.testing.assert_allclose(np.linalg.norm(lines.end - lines.start, axis=1), 399 * 0.0115, rtol=1e-5)
 
 
+def test_positions_counted_from_zero_do_not_say_which_end_is_superior():
+    """OCT-Converter writes them, whatever the file that it converts says."""
+    counted = planes(np.outer(np.arange(9), (0, 0, 0.05)), [(np.eye(3)[0], np.eye(3)[1])] * 9)
+    found = read_geometry(dataset(counted, (0.1, 0.0039, 0.0115), thickness=0.05), SHAPE, "any", "here")
+    assert (found.spacing_mm[0], found.superior_first, found.lines) == (0.05, None, None)
+    assert found.flags == ("positions_placeholder",)
+    with pytest.raises(ReadError, match=r"OCT-Converter writes for every \.e2e") as refused:
+        read_geometry(dataset(counted, (0.1, 0.0039, 0.01), thickness=0.05), SHAPE, "any", "here")
+    assert refused.value.code == "absurd_spacing"
+
+
 def test_zero_slice_spacing_is_refused_and_zero_positions_flagged():
     zeros = planes(np.zeros((9, 3)), [(np.eye(3)[0], np.eye(3)[1])] * 9)
     whole = dataset(zeros, (0.1, 0.0039, 0.0115), thickness=0.05)

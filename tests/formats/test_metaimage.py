@@ -103,7 +103,7 @@ def test_a_tree_of_cases_becomes_one_row_per_case(tmp_path):
 @settings(max_examples=40)
 @given(
     axes=st.permutations("WHD").map("".join),
-    kind=st.sampled_from(["u1", "u2", "i2", "f4"]),
+    kind=st.sampled_from(["u1", "u2", "i2", "i8", "f4"]),
     zipped=st.booleans(),
     big_endian=st.booleans(),
     local=st.booleans(),

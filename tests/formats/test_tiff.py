@@ -87,6 +87,29 @@ def test_channels_are_not_bscans(tmp_path, kind):
     assert refused.value.code == "unknown_axes"
 
 
+@pytest.mark.parametrize("ome", [True, False])
+def test_two_stacks_in_one_file_are_not_one_volume(tmp_path, ome):
+    with tifffile.TiffWriter(tmp_path / "a.tif", ome=ome) as file:
+        file.write(VOXELS)
+        file.write(255 - VOXELS)
+    tifffile.imwrite(tmp_path / "array.tif", np.stack([VOXELS, 255 - VOXELS]), ome=ome, metadata={"axes": "TZYX"})
+    for name in ("a.tif", "array.tif"):
+        with pytest.raises(ReadError, match="10 pages, the first described as") as refused:
+            read_volume(tmp_path / name, spacing_mm=SPACING_MM)
+        assert refused.value.code == "unknown_axes"
+
+
+@pytest.mark.parametrize("ome", [True, False])
+def test_pages_written_one_by_one_and_gray_saved_as_colour_are_one_volume(tmp_path, ome):
+    with tifffile.TiffWriter(tmp_path / "pages.tif", ome=ome) as file:
+        for page in VOXELS:
+            file.write(page)
+    tifffile.imwrite(tmp_path / "colour.tif", np.stack([VOXELS] * 3, axis=3), ome=ome, photometric="rgb")
+    for name in ("pages.tif", "colour.tif"):
+        found = read_volume(tmp_path / name, spacing_mm=SPACING_MM)
+        np.testing.assert_array_equal(found.voxels, VOXELS)
+
+
 def test_bscans_behind_the_only_page_are_not_left_out(tmp_path):
     """ImageJ writes one page for files of more than 4 GB, and tifffile a single one of depth 5."""
     tifffile.imwrite(tmp_path / "deep.tif", VOXELS, volumetric=True, tile=(5, 16, 16))

@@ -123,7 +123,7 @@ def _describe_geometry(dataset, shape, spacing_mm, laterality, spacing_in, super
         shared.PlaneOrientationSequence = [item(ImageOrientationPatient=[1, 0, 0, 0, 1, 0])]
         step = -dz if superior_first else dz
         for number, frame in enumerate(frames):
-            frame.PlanePositionSequence = [item(ImagePositionPatient=[0, 0, round(number * step, 6)])]
+            frame.PlanePositionSequence = [item(ImagePositionPatient=[0, 7, round(number * step, 6)])]
     for number, frame in enumerate(frames, start=1):
         frame.FrameContentSequence = [item(InStackPositionNumber=number)]
     dataset.SharedFunctionalGroupsSequence = [shared]

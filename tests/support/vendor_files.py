@@ -199,7 +199,9 @@ def write_nifti(
     return path
 
 
-METAIMAGE_TYPES = {"u1": "MET_UCHAR", "u2": "MET_USHORT", "i2": "MET_SHORT", "f4": "MET_FLOAT"}
+METAIMAGE_TYPES = {
+    "u1": "MET_UCHAR", "u2": "MET_USHORT", "i2": "MET_SHORT", "i8": "MET_LONG_LONG", "f4": "MET_FLOAT",
+}  # fmt: skip
 
 
 def write_metaimage(

@@ -72,8 +72,9 @@ FLAGS: dict[str, str] = {
     "slice_thickness_corrected": "SliceThickness repeated the lateral spacing (Cirrus); "
     "taken from the square field of view",
     "slice_thickness_equals_lateral_spacing": "SliceThickness repeats the lateral spacing, and nothing contradicts it",
-    "positions_placeholder": "every B-scan has the position 0, or a running number as its position; the stated "
-    "distance is believed, and repeated lines would go unnoticed",
+    "positions_placeholder": "every B-scan has the position 0, or its number, or SliceThickness counted up from 0, as "
+    "its position; the stated distance is believed, which B-scan is superior is unknown, and repeated lines would go "
+    "unnoticed",
     "positions_of_other_frames": "its header describes more or fewer frames than it has, so no position is used; "
     "the stated distance is believed, and a star or repeated lines would go unnoticed",
     "bscan_order_unstated": "nothing states where its B-scans lie; "

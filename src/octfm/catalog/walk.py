@@ -1,10 +1,12 @@
 """List the files below a folder that may hold images, also in ZIP archives; tables and documents are companions."""
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 
 from octfm.catalog.acquisition import Reject
@@ -13,19 +15,20 @@ from octfm.formats.arrays.metaimage import HEAD_BYTES as METAIMAGE_BYTES
 from octfm.formats.arrays.metaimage import data_file
 from octfm.formats.heyex_xml import HEAD_BYTES, MAX_BYTES, fits, named_images, names_of
 from octfm.formats.image_folder import SUFFIXES, is_image
-from octfm.formats.reasons import REASONS
+from octfm.formats.reasons import REASONS, ZARR_FILES, zarr_array
 from octfm.io import bucket
 from octfm.io.archive import MEMBER, Archive, open_archive, read_start
 from octfm.io.location import BucketPath, Location, listed
 from octfm.io.ranged import fetch_heads, remember
 
+_ZARR_CHUNK = re.compile(r"(c\.)?\d+(\.\d+)*")
 _IMAGES_PER_OTHER_FILE = 8
 """A folder with more images than this per other file is one volume in spite of those files."""
 
 _COMPANION_FOLDERS = {"ground_truth"}
 _COMPANION_NAMES = {"dicomdir", "license", "readme", "changelog", "thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"}
 _COMPANION_SUFFIXES = {
-    *(".tsv", ".csv", ".json", ".md", ".txt", ".html", ".pdf", ".yaml", ".yml", ".parquet"),
+    *(".tsv", ".csv", ".json", ".jsonl", ".md", ".txt", ".html", ".pdf", ".yaml", ".yml", ".parquet"),
     *(".xlsx", ".xls", ".ods", ".docx", ".doc", ".rtf", ".pptx", ".py", ".ipynb", ".m", ".bib", ".log"),
 }
 
@@ -56,6 +59,7 @@ def walk(root: Location, *, follow_links: bool = True, folders_are_volumes: bool
         _list_folder(root, found, follow_links)
     join_images(found.files, found.companions, folders_are_volumes)
     _join_data_files(found.files, found.companions)
+    _join_zarr(found)
     found.files.sort()
     found.companions.sort()
     return found
@@ -222,6 +226,22 @@ def _join_data_files(files: list[Location], companions: list[Location]) -> None:
     taken = {path for path in files if (path.parent, path.name.lower()) in named and path.suffix.lower() != ".mhd"}
     files[:] = [path for path in files if path not in taken]
     companions.extend(taken)
+
+
+def _join_zarr(found: Found) -> None:
+    """Refuse an array or a group of arrays in Zarr as a whole, and not each of its chunks, which go to `companions`."""
+    folders = {str(path.parent) for path in found.companions if path.name in ZARR_FILES}
+    if not folders:
+        return
+    chunks: dict[Location, str] = {}
+    for path in found.files:
+        if _ZARR_CHUNK.fullmatch(path.name):
+            above = accumulate(str(path).split("/"), "{}/{}".format)
+            if top := next((folder for folder in above if folder in folders), None):
+                chunks[path] = top
+    found.files[:] = [path for path in found.files if path not in chunks]
+    found.companions.extend(chunks)
+    found.refused += [Reject.of(folder, zarr_array(folder), 0) for folder in sorted(set(chunks.values()))]
 
 
 def _named_by(path: Location) -> set[str]:

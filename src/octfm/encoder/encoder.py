@@ -16,6 +16,7 @@ from octfm.display import box, brief, times
 from octfm.encoder.sources import display_name, find
 from octfm.errors import CheckpointError, ConfigError, Echo, EvaluationError, reason_of
 from octfm.formats import read_volume
+from octfm.formats.declared import doubtful_way_up
 from octfm.io.location import Location
 from octfm.io.progress import say
 from octfm.layers.band import band_finder
@@ -187,8 +188,8 @@ class Encoder:
         these, or a Store, in its order. Volumes of a store are taken as they were prepared, single B-scans are read by
         `of_bscans`.
 
-        Raises ReadError for a file that cannot be read, EvaluationError for a store that was prepared otherwise and for
-        a modality (angiography) that the encoder was not trained on.
+        Raises ReadError for a file that cannot be read or is upside down, EvaluationError for a store that was prepared
+        otherwise and for a modality (angiography) that the encoder was not trained on.
         """
         if isinstance(scans, Store):
             encoder = self.reading(scans)
@@ -225,7 +226,11 @@ class Encoder:
             flow = "octa" in self.config.data.modalities
             volume = read_volume(scan, raster_only=False, structure_only=not flow)
         encoder = of_bscans() if volume.layout == "line" else self
-        return encoder, encoder.prepare(volume)
+        prepared = encoder.preprocess(volume)
+        # Of an array in memory the caller knows, and a sidecar could not declare it.
+        if volume.source != "memory" and volume.modality == "structure":
+            doubtful_way_up(volume, prepared.confidence["ilm_support"])
+        return encoder, Arrays.of(prepared)
 
     def embed_tokens(self, scan: Scan) -> np.ndarray:
         """float32 [d, h, w, width]: all tokens of one scan (as for `embed`), including padding; d is 1 for a single

@@ -13,6 +13,7 @@ from octfm.formats import heyex_xml
 from octfm.formats.bscans import OR_SINGLE, Bscans, uid_from
 from octfm.formats.images import MAGIC, digest_of, expect_gray, image_size, several_pages, significant_bits, stack_gray
 from octfm.formats.names import may_be_labels
+from octfm.formats.reasons import ZARR_FILES, zarr_array
 from octfm.io.archive import file_size, list_folder, open_file, split_uri
 from octfm.io.location import Location
 
@@ -23,6 +24,8 @@ def open_bscans(uri: str) -> Bscans:
     inside = list_folder(uri)
     if export := heyex_xml.only_export(inside, uri):
         return heyex_xml.open_bscans(export)
+    if any(PurePath(place).name in ZARR_FILES for place in inside):
+        raise zarr_array(uri)
     images = [place for place in inside if PurePath(place).suffix.lower() in SUFFIXES and is_image(place)]
     files, size, set_aside = sort_out(images, uri)
     if not may_be_labels(uri):  # lines drawn into B-scans are seldom missing in the middle one
@@ -110,7 +113,8 @@ def numbered(places: list[str], uri: str) -> list[str]:
     if not places:
         raise ReadError(
             "unreadable",
-            f"{uri}: a folder without images; give a file, or a folder whose images are the B-scans of a volume",
+            f"{uri}: a folder without PNG, TIFF, BMP or JPEG images; give a file, or a folder whose images are the "
+            "B-scans of a volume",
         )
     if len(places) < 2:
         raise ReadError("single_image", f"{uri}: {len(places)} image; a volume needs several B-scans")

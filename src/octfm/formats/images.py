@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from html import unescape
+from math import prod
 from pathlib import PurePath
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
@@ -208,9 +209,12 @@ def _opened(file, uri: str, formats: tuple[str, ...] = ("PNG", "TIFF", "BMP", "J
             with Image.open(file, formats=formats) as image:
                 yield image
     except (Image.DecompressionBombError, UnidentifiedImageError) as error:
-        code = "absurd_size" if isinstance(error, Image.DecompressionBombError) else "decode_failed"
+        code, fix = "absurd_size" if isinstance(error, Image.DecompressionBombError) else "decode_failed", ""
+        file.seek(0)
+        if file.read(2) in (b"II", b"MM"):
+            fix = "; a TIFF must have 8- or 16-bit gray pixels, uncompressed or packed by deflate, LZW, zstd or JPEG"
         raise ReadError(
-            code, f"{uri}: not an image that can be decoded ({type(error).__name__}); fetch or export it again"
+            code, f"{uri}: not an image that can be decoded ({type(error).__name__}); fetch or export it again{fix}"
         ) from None
     except (OSError, SyntaxError, TypeError, AttributeError, RuntimeError) as error:  # Pillow's on damaged bytes
         raise ReadError(
@@ -265,21 +269,31 @@ def _expect_upright(image: "Image", where: str) -> None:
 
 
 def _expect_one_stack(image: "Image", pages: int, uri: str) -> None:
-    """Raises ReadError unless the pages of a TIFF are the B-scans of one volume: ImageJ and OME also put channels and
-    times into one file, and files of more than 4 GB, or with an ImageDepth, hold further B-scans behind their pages."""
-    text = _description(image)
-    if text.startswith("ImageJ="):
-        stated, *sizes = (int(_word(rf"\b{n}=(\d+)", text) or 1) for n in ("images", "slices", "channels", "frames"))
+    """Raises ReadError unless the pages of a TIFF are the B-scans of one volume: ImageJ, OME and tifffile also put
+    channels, times and several stacks into one file, and files of more than 4 GB, or with an ImageDepth, hold further
+    B-scans behind their pages."""
+    text, tags = _description(image), getattr(image, "tag_v2", {})
+    fewest, samples = _first_int(tags.get(32997)) or 1, _first_int(tags.get(277)) or 1  # ImageDepth, SamplesPerPixel
+    if shape := _word(r'^\{"shape": \[([\d, ]+)\]', text):  # tifffile
+        found = f"an array of {shape}"
+        sizes = [size for n in shape.split(",") if (size := int(n)) > 1][: -3 if samples > 1 else -2]
     else:
-        stated, *sizes = (1, *(int(_attribute(f"Size{axis}", text) or 1) for axis in "ZCT"))
-    if sum(size > 1 for size in sizes) > 1:
-        z, c, t = sizes
+        if text.startswith("ImageJ="):
+            fewest = max(fewest, int(_word(r"\bimages=(\d+)", text) or 1))
+            z, c, t = (int(_word(rf"\b{n}=(\d+)", text) or 1) for n in ("slices", "channels", "frames"))
+        else:
+            z, c, t = (int(_attribute(f"Size{axis}", text) or 1) for axis in "ZCT")
+            c = max(1, c // samples)  # OME counts the colours of a pixel as channels
+        found, sizes = f"{z} slices, {c} channels and {t} times", [z, c, t]
+    # Of pages that were written one by one, each is described as a stack of one.
+    if sum(size > 1 for size in sizes) > 1 or pages > prod(sizes) > 1:
         raise ReadError(
-            "unknown_axes", f"{uri}: {z} slices, {c} channels and {t} times in one file; save one stack of B-scans"
+            "unknown_axes",
+            f"{uri}: {pages} pages, the first described as of {found}, in one file; save one stack of B-scans",
         )
-    if pages < (stated := max(stated, _first_int(getattr(image, "tag_v2", {}).get(32997)) or 1)):  # ImageDepth
+    if pages < fewest:
         raise ReadError(
-            "frame_count_mismatch", f"{uri}: states {stated} images and has {pages} as pages; save each as a page"
+            "frame_count_mismatch", f"{uri}: states {fewest} images and has {pages} as pages; save each as a page"
         )
 
 

@@ -48,7 +48,7 @@ def _of_dicom(uri: str, of: str) -> Surfaces | Labels:
 def _neither(uri: str) -> ReadError:
     return ReadError(
         "not_labels",
-        f"{uri}: neither labels nor heights of layers; give a DICOM SEG or height map, or NIfTI of octfm segment --out",
+        f"{uri}: neither labels nor heights of layers; give a DICOM SEG or height map, NIfTI or MetaImage",
     )
 
 

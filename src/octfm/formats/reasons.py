@@ -234,6 +234,16 @@ def voxel_labels(uri: str) -> ReadError:
     return ReadError("voxel_labels", f"{uri}: labels of voxels (masks of a segmentation), not an image; left out")
 
 
+ZARR_FILES = (".zarray", ".zgroup", "zarr.json")
+"""Names that mark a folder as an array, or a group of arrays, in Zarr."""
+
+
+def zarr_array(uri: str) -> ReadError:
+    return ReadError(
+        "not_dicom", f"{uri}: a Zarr array, such as a store that octfm prepared; to read it as a scan, save it as .npz"
+    )
+
+
 def blank(uri: str) -> ReadError:
     return ReadError("blank_volume", f"{uri}: every voxel has the same value; nothing was imaged, export it again")
 

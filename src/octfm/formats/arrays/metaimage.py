@@ -32,10 +32,12 @@ HEAD_BYTES = 65536
 """A header is a few hundred bytes; with a comment or a list of tags it may be longer."""
 _TYPES = {
     "MET_UCHAR": "u1", "MET_CHAR": "i1", "MET_USHORT": "u2", "MET_SHORT": "i2", "MET_UINT": "u4", "MET_INT": "i4",
-    "MET_FLOAT": "f4", "MET_DOUBLE": "f8",
+    "MET_ULONG_LONG": "u8", "MET_LONG_LONG": "i8", "MET_FLOAT": "f4", "MET_DOUBLE": "f8",
 }  # fmt: skip
 _DEFAULT_AXES = "WHD"
 _SUFFIXES = (".mhd", ".mha")
+_HEADERS = {".raw": (".mhd", ".nhdr"), ".zraw": (".mhd",), ".img": (".hdr",)}
+"""Ending of a file of voxels -> those of the header next to it, also of formats that are not read."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,10 @@ def read_mask(uri: str) -> np.ndarray:
 def refuse_data_file(uri: str) -> None:
     """Raise ReadError for a file of voxels with its header next to it: the header is the file to read."""
     place = listed(uri)
-    header = place.parent / f"{place.stem}.mhd"
-    if place.suffix.lower() in (".raw", ".zraw") and header.is_file():
-        raise ReadError("not_dicom", f"{uri}: only the voxels; give {header.name}, which describes them")
+    for suffix in _HEADERS.get(place.suffix.lower(), ()):
+        header = place.parent / f"{place.stem}{suffix}"
+        if header.is_file():
+            raise ReadError("not_dicom", f"{uri}: only the voxels; give {header.name}, which describes them")
 
 
 def _read_header(uri: str) -> _Header:

@@ -26,7 +26,11 @@ from octfm.formats.names import MASKS
 from octfm.formats.reasons import PADDING, expect_bytes, voxel_labels
 from octfm.io.archive import open_file
 
-_TYPES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4"}
+_TYPES = {
+    2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4", 1024: "i8", 1280: "u8",
+}  # fmt: skip
+_FINE_SLOPE = 1 / 8
+"""A scaled value this fine shows whether it was a whole number."""
 _TO_MM = {0: 1.0, 1: 1000.0, 2: 1.0, 3: 0.001}
 """xyzt_units -> mm. 0 is unknown: read as millimetres, which counts only if the values are plausible for an OCT."""
 _LABEL = 1002
@@ -193,6 +197,10 @@ def _array(stream: BinaryIO, header: _Header, uri: str) -> np.ndarray:
     # A slope of 0 means that values are not scaled (nifti1.h).
     if (header.slope, header.intercept) not in ((0.0, 0.0), (1.0, 0.0)) and header.slope:
         array = array * header.slope + header.intercept
+        # Writers scale floats to the whole range of a header's type (nibabel), so that 1 becomes 128 steps of 1/127.5.
+        whole, step = np.rint(array), abs(header.slope)
+        if step <= _FINE_SLOPE and (np.abs(array - whole) <= 0.501 * step).all():
+            return whole
     return array
 
 

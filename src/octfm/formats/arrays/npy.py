@@ -92,6 +92,12 @@ def _volume_stream(file: BinaryIO, uri: str) -> Iterator[tuple[IO[bytes], dict[s
         return
     with zipfile.ZipFile(file) as archive:
         members = {name.removesuffix(".npy"): name for name in archive.namelist() if name.endswith(".npy")}
+        if "raw_volume" in members and "meta.json" in archive.namelist():
+            raise ReadError(
+                "not_dicom",
+                f"{uri}: a volume that eyepy saved, of values whose white is not stated; read the file it imported, or "
+                "in Python: np.savez(name, volume=eye.data, spacing_mm=eye.scale, laterality=eye.laterality)",
+            )
         named = [member for name, member in members.items() if name in _NAMES]
         volumes = named or [member for member in members.values() if _dimensions(archive, member, uri) == 3]
         if len(volumes) != 1:

@@ -174,8 +174,8 @@ def _parse(file: BinaryIO, uri: str) -> tuple[FileHeader, BinaryIO, int]:
 
 
 _KINDS = {
-    "a GIF, WebP, HEIC, AVIF or JPEG 2000 image; save it as PNG": (
-        *((0, b"GIF8"), (8, b"WEBP"), (4, b"jP  "), (4, b"ftyphei"), (4, b"ftypmif1"), (4, b"ftypavif")),
+    "a GIF, WebP, HEIC, AVIF, JPEG 2000 or PGM image; save it as PNG": (
+        *((0, b"P5\n"), (0, b"GIF8"), (8, b"WEBP"), (4, b"jP  "), (4, b"ftyphei"), (4, b"ftypmif1"), (4, b"ftypavif")),
     ),
     "a compressed file or an archive other than ZIP; unpack it": (
         *((0, b"\x1f\x8b"), (0, b"BZh"), (0, b"\xfd7zXZ"), (0, b"\x28\xb5\x2f\xfd")),  # gzip, bzip2, xz, zstd
@@ -183,6 +183,9 @@ _KINDS = {
     ),
     "a video; export the scan as DICOM, or its B-scans as PNG": ((4, b"ftyp"), (8, b"AVI "), (0, b"\x1a\x45\xdf\xa3")),
     "a PDF; export the scan itself, as DICOM": ((0, b"%PDF"),),
+    "an NRRD, VTK or Analyze image; save it as NIfTI (.nii.gz) or MetaImage (.mha)": (
+        *((0, b"NRRD000"), (0, b"# vtk DataFile"), (0, b"\x5c\x01\0\0"), (0, b"\0\0\x01\x5c")),
+    ),
 }
 """What to say of files that users take for scans -> bytes at an offset by which such a file is known."""
 

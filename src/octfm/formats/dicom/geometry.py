@@ -29,6 +29,8 @@ _PLACEHOLDER_MM = 1.0
 """A B-scan distance of exactly this stands for one that is not known."""
 _HIGHEST_MM = 15.0
 """No field is higher, unless it is as wide."""
+_MADE_UP_MM = {(0.05, 0.01): ".e2e", (0.004, 0.002): ".img", (0.2, 0.02): ".OCT", (0.02, 0.015): ".OCT"}
+"""(SliceThickness, lateral PixelSpacing) that OCT-Converter writes, with counted positions, for all files of a kind."""
 
 ROUNDING = 1.01
 """Largest ratio of spacings that are the same but for rounding."""
@@ -96,10 +98,17 @@ def read_geometry(
     frames = list(dataset.get("PerFrameFunctionalGroupsSequence") or ())
     measures = _pixel_measures(dataset, shared, frames, uri)
     dy, dx = measures.in_plane
+    counted = _are_counted(frames, measures)
+    if counted and (source := _MADE_UP_MM.get((measures.thickness or 0, dx))):
+        raise ReadError(
+            "absurd_spacing",
+            f"{uri}: SliceThickness {measures.thickness:g} and lateral PixelSpacing {dx:g} mm are what OCT-Converter "
+            f"writes for every {source} file, whatever its field; use the {source} file itself",
+        )
     try:
         if shape[0] == 1:
             raise NotRaster("line", f"{uri}: a single B-scan; a volume needs a raster of several")
-        dz_from_positions, stack, position_flags = _dz_from_positions(frames, shared, shape, dx, uri)
+        dz_from_positions, stack, position_flags = _dz_from_positions(frames, shared, shape, dx, counted, uri)
         stated = [_first(group, "PixelMeasuresSequence") for group in (shared, *frames)]
         between = _values([*filter(None, stated), dataset], "SpacingBetweenSlices")
         if stack is None and between and np.median(between) == 0:
@@ -315,9 +324,11 @@ def _agreed(measures: Iterable[Elements], keyword: str) -> float | None:
 
 
 def _dz_from_positions(
-    frames: Sequence[Elements], shared: Elements | None, shape: Shape3, dx: float, uri: str
+    frames: Sequence[Elements], shared: Elements | None, shape: Shape3, dx: float, counted: bool, uri: str
 ) -> tuple[float | None, Stack | None, tuple[str, ...]]:
-    """Millimetres between B-scans, their order, and flags; (None, None, flags) for absent or unusable positions."""
+    """Millimetres between B-scans, their order, and flags; (None, None, flags) for absent or unusable positions.
+
+    `counted`: those in space are `_are_counted`."""
     # The shared group holds for every frame (PS3.3 C.7.6.16.1.1), also where there are no per-frame groups.
     frames, everywhere = frames or [{}] * shape[0], shared or {}
     if len(frames) != shape[0]:
@@ -327,7 +338,7 @@ def _dz_from_positions(
         for frame in frames
     ]
     dz, stack = None, None
-    in_space = _patient_positions(frames, shape[2] * dx, uri)
+    in_space = None if counted else _patient_positions(frames, shape[2] * dx, uri)
     if in_space is not None:
         stack = stack_of(in_space[0], in_space[1], uri, shape[2] * dx)
         dz = stack.step
@@ -348,6 +359,16 @@ def _dz_from_positions(
 
 
 _POSITION_GROUPS = ("PlanePositionSequence", "PlaneOrientationSequence", "OphthalmicFrameLocationSequence")
+
+
+def _are_counted(frames: Sequence[Elements], measures: _Measures) -> bool:
+    """Whether the position of frame i is (0, 0, i times the declared distance), as converters write that know none: it
+    then says nothing about which B-scan is superior."""
+    position = _vectors([_first(frame, "PlanePositionSequence") for frame in frames], "ImagePositionPatient", 3)
+    declared = measures.between or measures.thickness
+    if position is None or declared is None:
+        return False
+    return len(position) > 0 and np.allclose(position, np.outer(np.arange(len(position)), (0, 0, declared)), atol=1e-5)
 
 
 def _patient_positions(frames: Sequence[Elements], length_mm: float, uri: str) -> tuple[np.ndarray, int | None] | None:
