@@ -513,7 +513,9 @@ def test_control_s_saves_from_the_box_of_the_name(browser, tmp_path):
     browser.key("k")
     browser.js("((box) => { box.value = 'A. Grader'; box.focus(); })(document.querySelector('[data-part=\"author\"]'))")
     browser.call("Input.dispatchKeyEvent", type="keyDown", key="s", code="KeyS", windowsVirtualKeyCode=83, modifiers=2)
-    wait_until(lambda: any(path.stat().st_size for path in tmp_path.glob("corrections-*.json")), "a file of corrections", 20)
+    wait_until(
+        lambda: any(path.stat().st_size for path in tmp_path.glob("corrections-*.json")), "a file of corrections", 20
+    )
 
 
 @needs_chromium
