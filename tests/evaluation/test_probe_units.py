@@ -13,7 +13,8 @@ from octfm.encoder.embeddings import Embeddings, take_rows
 from octfm.evaluation.cases import Round, Target, log_share, make_cases, make_rounds
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.probe import predict, probe
-from octfm.evaluation.scoring import Predictions, compare_metrics, correct, score, to_units
+from octfm.evaluation.readouts import fit_predict
+from octfm.evaluation.scoring import Predictions, compare_metrics, correct, metrics_of, score, to_units
 from octfm.evaluation.statistics import MIN_PARTICIPANTS
 
 
@@ -44,6 +45,31 @@ def with_scans(scans_of_ill: int, seed: int, signal: float = 0.0) -> Embeddings:
     vectors = rng.normal(size=(200, 4)) + signal * ill[:, None]
     labels = [{"diagnosis": "drusen" if ill[i] else "healthy"} for i in row]
     return embeddings(row, ["R"] * len(row), labels, vectors[row] + 0.3 * rng.normal(size=(len(row), 4)))
+
+
+@pytest.mark.parametrize("scans_of_ill", [6, 7, 8])
+@pytest.mark.parametrize("readout", ["linear", "knn"])
+def test_who_knows_nothing_guesses_however_often_the_ill_were_scanned(scans_of_ill, readout):
+    """The mean of seven equal log-probabilities differs from that of one in its last bit: AUROC was 0 or 1."""
+    data = with_scans(scans_of_ill, 0)
+    sex = np.array([int(name[1:]) // 2 % 2 for name in data.participant])[:, None]
+    for vectors in (0 * sex, sex):
+        cases = make_cases(Target("disease", "diagnosis", "participant"), replace(data, vectors=1.0 * vectors), None)
+        everything = Round(np.arange(len(sex)), np.arange(len(sex)))
+        units = to_units(cases, predict(cases, [everything], replace(data, vectors=1.0 * vectors), readout, 0))
+        found = {name: metric(np.ones((1, 200)))[0] for name, metric, _ in metrics_of(cases, units)}
+        assert (found["auroc"], found["auprc"], found["balanced_accuracy"]) == (0.5, 0.5, 0.5)
+
+
+def test_people_with_equal_vectors_have_equal_neighbours():
+    """Products of equal rows may differ in their last bits, which chose other neighbours among equally near ones."""
+    rng = np.random.default_rng(32)
+    people = np.concatenate([np.stack([rng.integers(0, k, n) for k in (2, 3, 4)], axis=1) for n in (257, 74)])
+    vectors = np.concatenate([people[:, :1], np.eye(3)[people[:, 1]], np.eye(4)[people[:, 2]]], axis=1)
+    ill, who = rng.integers(0, 2, 257), np.arange(257).astype(str)
+    said = fit_predict("knn", vectors[:257], ill, who, vectors[257:], 2, 0)[0]
+    _, alike = np.unique(people[257:], axis=0, return_inverse=True)
+    assert all(len(np.unique(said[alike == k], axis=0)) == 1 for k in range(alike.max() + 1))
 
 
 @settings(max_examples=20)

@@ -196,8 +196,21 @@ def test_a_folder_that_cannot_be_written_is_reported_by_the_name_that_was_given(
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: Cannot allocate memory; choose smaller"),
         (RuntimeError("can't start new thread"), "starts no further thread; raise the limit"),
         (MemoryError(), "out of memory: the system refused more; choose smaller sizes"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 18874368 bytes."),
+            "you tried to allocate 18874368 bytes; choose smaller sizes",
+        ),
     ],
-    ids=["processes", "files", "files of all", "no temporary folder", "memory for a process", "threads", "memory"],
+    ids=[
+        "processes",
+        "files",
+        "files of all",
+        "no temporary folder",
+        "memory for a process",
+        "threads",
+        "memory",
+        "memory of torch",
+    ],
 )
 def test_a_limit_of_the_machine_is_named_in_one_line(raised, said, tmp_path):
     """As `docker run --pids-limit`, or what a cluster allows a job."""

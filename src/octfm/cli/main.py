@@ -208,6 +208,10 @@ def _run() -> tuple[int, str]:
     except (KeyboardInterrupt, typer.Abort):  # the second is a RuntimeError
         return 130, "interrupted; the same command continues"
     except RuntimeError as error:
-        if str(error) != "can't start new thread":  # Python's words where a system has no more processes to give
+        if str(error) == "can't start new thread":  # Python's words where a system has no more processes to give
+            return 1, f"the system starts no further thread; {RAISE_LIMIT}"
+        from octfm.run.memory import ran_out_of_memory
+
+        if not ran_out_of_memory(error):
             raise
-        return 1, f"the system starts no further thread; {RAISE_LIMIT}"
+        return 1, f"out of memory: {str(error).rstrip('.')}; {USE_LESS}"

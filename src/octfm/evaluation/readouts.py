@@ -215,9 +215,10 @@ def _neighbours(
                     for v in (x, x_new))  # fmt: skip
     unit, unit_new = (v / np.maximum(1e-12, np.linalg.norm(v, axis=1, keepdims=True)) for v in (x, x_new))
     few, most = max(1, MOST_PAIRS // len(unit)), int(max(grid))
-    # Copied: a view would keep the order of all training rows in memory.
+    # Rounded, because equal rows may differ in the last bits of their similarity. Copied: a view would keep the order
+    # of all training rows in memory.
     order = np.concatenate([
-        np.argsort(-(unit_new[i : i + few] @ unit.T), axis=1, kind="stable")[:, :most].copy()
+        np.argsort(-(unit_new[i : i + few] @ unit.T).round(12), axis=1, kind="stable")[:, :most].copy()
         for i in range(0, len(unit_new), few)
     ])  # fmt: skip
     if num_classes == 0:

@@ -41,6 +41,9 @@ _CODE = re.compile(r"-[19]|-?9{2,}(\.9+)?")
 LOWER_IS_BETTER = ("brier", "ece", "mae")
 CONFOUNDED = 0.02
 """If the AUROC of guessing differs from 0.5 by this much, a note says that numbers of eyes differ between classes."""
+DECIMALS = 9
+"""To which log-probabilities and grades are compared: those that are equal but for rounding errors, which depend on the
+processor and on the number of scans, are ties."""
 BUILT_IN = ("auroc", "auprc", "balanced_accuracy", "macro_f1", "brier", "ece", "kappa", "r2", "mae")
 
 
@@ -240,7 +243,10 @@ def finite(value: float | None) -> float | None:
 
 
 def to_units(cases: Cases, run: Predictions) -> Units:
-    """Average rows per unit; for targets scored by the worse eye, use the eye with the highest predicted log-odds."""
+    """Average rows per unit; for targets scored by the worse eye, use the eye with the highest predicted log-odds.
+
+    Log-probabilities and grades are rounded to DECIMALS.
+    """
     label = cases.label[run.rows]
     ids, first, member = np.unique(cases.unit[run.rows], return_index=True, return_inverse=True)
     weight, eyes = np.ones(len(label)), None
@@ -254,7 +260,8 @@ def to_units(cases: Cases, run: Predictions) -> Units:
             return None
         columns = values.reshape(len(values), -1)
         means = [np.bincount(member, weights=weight * c) / size for c in columns.T]
-        return np.stack(means, axis=1).reshape(len(ids), *values.shape[1:])
+        found = np.stack(means, axis=1).reshape(len(ids), *values.shape[1:])
+        return found if cases.classes is None else found.round(DECIMALS)
 
     if cases.classes is None:
         truth = np.bincount(member, weights=label) / size
@@ -278,7 +285,7 @@ def count_participants(cases: Cases, units: Units) -> tuple[dict[str, int], dict
 def _of_the_worse_eye(eye: np.ndarray, unit: np.ndarray, value: np.ndarray) -> np.ndarray:
     """Row weights [n]: 1.0 for each unit's eye of higher mean log-odds of the last class (first of ties), else 0.0."""
     _, member = np.unique(eye, return_inverse=True)
-    odds = (np.bincount(member, weights=value[:, -1] - value[:, 0]) / np.bincount(member))[member]
+    odds = (np.bincount(member, weights=value[:, -1] - value[:, 0]) / np.bincount(member)).round(DECIMALS)[member]
     # By unit, then by odds from the highest, then by eye: the first of each unit is its worse eye.
     order = np.lexsort((member, -odds, unit))
     worse = member[order][np.unique(unit[order], return_index=True)[1]]
