@@ -297,7 +297,11 @@ def test_an_empty_text_is_no_path(tmp_path, monkeypatch):
     for place in (location, local_path, addresses.expect_place, read_volume):
         with pytest.raises(ConfigError, match=r"got an empty text; write \. for the current folder"):
             place("")
-    for name, words in (("RUN", ["embed", ""]), ("--store", ["embed", "--store", ""]), ("--out", ["segment", "a", "--out", ""])):
+    for name, words in (
+        ("RUN|SCAN", ["embed", ""]),
+        ("STORE", ["embed", "--store", ""]),
+        ("--out", ["segment", "a", "--out", ""]),
+    ):
         assert f"{name}: expected a path, got an empty text" in str(invoke(*words).exception)
     with pytest.raises(ConfigError, match=r"data\.store: .*got an empty text"):
         load(PretrainConfig, {"data": {"store": ""}})
