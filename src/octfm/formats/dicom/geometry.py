@@ -338,7 +338,7 @@ def _dz_from_positions(
         for frame in frames
     ]
     dz, stack = None, None
-    in_space = None if counted else _patient_positions(frames, shape[2] * dx, uri)
+    in_space = _patient_positions(frames, shape[2] * dx, uri)
     if in_space is not None:
         stack = stack_of(in_space[0], in_space[1], uri, shape[2] * dx)
         dz = stack.step
@@ -351,7 +351,7 @@ def _dz_from_positions(
         if dz is None or abs(dz - _PLACEHOLDER_MM) < 1e-6:
             dz = fundus.step * shape[2] * dx / length
         stack = fundus
-    if dz is not None and is_running_number(dz, shape, dx):
+    if dz is not None and (is_running_number(dz, shape, dx) or (counted and on_fundus is None)):
         dz, stack = None, None
     # Stated everywhere and yet unusable: the positions are placeholders.
     zeros = stack is None and all(_first(frame, "PlanePositionSequence") is not None for frame in frames)
