@@ -121,6 +121,8 @@ def read_geometry(
         lines = _lines(frames, shared, shape, dx, (shape[2] - 1) * dx) if layout == "radial" else None
         return Geometry((dx, dy, dx), measures.source, None, None, (), layout, lines)
     dz, source, dz_flags = _bscan_distance(dz_from_positions, measures, shape, scanner, uri)
+    if counted and source == measures.source:
+        source += "+positions"  # the distance they repeat; of several files, they show that none is missing
     check_bounds((dz, dy, dx), shape, uri)
     lines = _raster_lines(frames, shared, shape, (dz, dx), stack) if stack is not None else None
     doubts = stack.doubts(lines) if stack is not None else []
