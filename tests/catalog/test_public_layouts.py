@@ -364,8 +364,11 @@ def test_a_zarr_array_is_one_reject_and_its_chunks_are_none(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(300))
     write_volume(tmp_path / "old" / "patient_2" / "OD", 2)
+    (tmp_path / "old" / "patient_2" / "OD" / "zarr.json").touch()
+    eye = np.stack([layered(k) for k in range(4)])
+    write_oct_dicom(tmp_path / "old" / "1.2.840.7", eye, spacing_mm=SPACING)
     catalog = scan(tmp_path, nominal_spacing_mm=SPACING, workers=0)
-    assert len(catalog.acquisitions) == 2
+    assert len(catalog.acquisitions) == 3
     (reject,) = catalog.rejects
     assert reject.code == "not_dicom" and reject.sentence.startswith(f"{tmp_path / 'old'}: a Zarr array")
     with pytest.raises(ReadError, match="a Zarr array"):

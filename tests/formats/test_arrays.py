@@ -4,6 +4,7 @@ do."""
 import json
 import re
 import struct
+import tracemalloc
 import zipfile
 import zlib
 
@@ -13,6 +14,7 @@ from scipy.io import loadmat, savemat
 
 from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_header, read_overlay, read_volume
+from octfm.formats.arrays import nifti
 from support import ROOT
 from support.command_line import inside
 from support.vendor_files import SPACING_MM, write_matlab, write_nifti, write_npy, write_sidecar
@@ -137,6 +139,20 @@ def test_whole_numbers_that_were_saved_with_a_slope_are_whole_again(tmp_path):
             np.testing.assert_array_equal(read_overlay(tmp_path / "b.nii", of=read_volume(uri)).values, drawn)
         else:
             assert code_of(tmp_path / "b.nii") == code
+
+
+def test_a_search_for_whole_numbers_takes_no_memory_of_a_volume(tmp_path):
+    whole = np.arange(2**19, dtype=np.uint16).reshape(32, 128, 128) // 2**8
+    uri = write_nifti(tmp_path / "a.nii", whole * 2**8, (0.1, 0.01, 0.02))
+    content = bytearray(uri.read_bytes())
+    struct.pack_into("<2f", content, 112, 2**-8, 0.0)
+    uri.write_bytes(content)
+    tracemalloc.start()
+    voxels = nifti.open_bscans(str(uri)).decode()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(voxels, whole)
+    assert peak < 2.5 * 8 * whole.size, "more than float64 twice"
 
 
 def test_arrays_that_are_no_volume(tmp_path):

@@ -297,6 +297,16 @@ def test_lines_on_a_fundus_image_whose_pixels_are_not_square_do_not_change_the_d
     np.testing.assert_allclose((found.lines.end - found.lines.start)[:, along], SHAPE[2] * dx, rtol=1e-5)
 
 
+@pytest.mark.parametrize("stretched", [0.7, 1, 1.3])
+def test_lines_on_a_fundus_image_order_counted_positions_and_do_not_change_their_distance(stretched):
+    frames = planes(np.outer(np.arange(9), (0, 0, 0.24)), [(np.eye(3)[0], np.eye(3)[1])] * 9)
+    for place, frame in enumerate(frames):
+        line = [(100 + 24 * stretched * place, 50), (100 + 24 * stretched * place, 510)]  # 4.6 mm, 0.01 mm a column
+        frame.OphthalmicFrameLocationSequence = location(line).OphthalmicFrameLocationSequence
+    found = read_geometry(dataset(frames, (0.24, 0.0039, 0.0115), thickness=0.24), SHAPE, "any", "here")
+    assert (found.spacing_mm[0], found.superior_first, found.flags) == (pytest.approx(0.24), True, ())
+
+
 @pytest.mark.parametrize(("tilt", "known"), [(0.6, True), (0.9, False), (1.4, False)])
 def test_b_scans_that_run_up_more_than_sideways_have_no_superior_end(tilt, known):
     along, across = np.array([np.sin(tilt), np.cos(tilt)]), np.array([np.cos(tilt), -np.sin(tilt)])

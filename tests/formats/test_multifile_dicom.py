@@ -147,6 +147,21 @@ def test_without_position_and_number_nothing_is_guessed(tmp_path):
     assert code_of(series(tmp_path, positions=False, numbers=False)[0])[0] == "inconsistent_parts"
 
 
+def test_counted_positions_show_that_no_file_is_missing(tmp_path):
+    """As a program writes them that knows none; the files need no numbers then, or may have numbers with gaps."""
+    for numbers in (False, True):
+
+        def count(dataset, place, numbers=numbers):
+            frame = dataset.PerFrameFunctionalGroupsSequence[0]
+            frame.PlanePositionSequence = [item(ImagePositionPatient=[0, 0, round(place * SPACING_MM[0], 6)])]
+            if numbers:
+                dataset.InstanceNumber = 3 * place + 1
+
+        volume = read_volume(series(tmp_path / str(numbers), numbers=False, edit=count)[0])
+        np.testing.assert_array_equal(volume.voxels, cube())
+        assert volume.spacing_mm == pytest.approx(SPACING_MM) and volume.superior_first is None
+
+
 def test_a_lost_b_scan_is_noticed_by_position_and_number(tmp_path):
     paths = series(tmp_path)
     paths[3].unlink()

@@ -87,6 +87,15 @@ def test_channels_are_not_bscans(tmp_path, kind):
     assert refused.value.code == "unknown_axes"
 
 
+def test_an_image_of_too_many_pixels_is_said_to_be_so(tmp_path):
+    Image.new("1", (20_000, 10_000)).save(tmp_path / "a.tif", compression="group4")
+    with pytest.raises(
+        ReadError, match=r"a\.tif: more pixels than any B-scan has; fetch or export it again$"
+    ) as refused:
+        read_volume(tmp_path / "a.tif", spacing_mm=SPACING_MM, raster_only=False)
+    assert refused.value.code == "absurd_size"
+
+
 @pytest.mark.parametrize("ome", [True, False])
 def test_two_stacks_in_one_file_are_not_one_volume(tmp_path, ome):
     with tifffile.TiffWriter(tmp_path / "a.tif", ome=ome) as file:

@@ -216,7 +216,6 @@ def test_where_the_network_is_unsure_the_band_is_doubted(retina):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_workers_prepare_what_this_process_prepares(clinic, tmp_path):
     """In a child of the default memory limit, torch included; with the settings that `octfm prepare` fills in."""
     catalog = scan(clinic, workers=0)

@@ -229,7 +229,8 @@ def _join_data_files(files: list[Location], companions: list[Location]) -> None:
 
 
 def _join_zarr(found: Found) -> None:
-    """Refuse an array or a group of arrays in Zarr as a whole, and not each of its chunks, which go to `companions`."""
+    """Refuse an array or a group of arrays in Zarr as a whole, and not each of its chunks, which go to `companions`.
+    DICOM files below it may be named like chunks, by a UID or a number."""
     folders = {str(path.parent) for path in found.companions if path.name in ZARR_FILES}
     if not folders:
         return
@@ -237,7 +238,8 @@ def _join_zarr(found: Found) -> None:
     for path in found.files:
         if _ZARR_CHUNK.fullmatch(path.name):
             above = accumulate(str(path).split("/"), "{}/{}".format)
-            if top := next((folder for folder in above if folder in folders), None):
+            top = next((folder for folder in above if folder in folders), None)
+            if top and not _starts_with(path, b"DICM", 128):
                 chunks[path] = top
     found.files[:] = [path for path in found.files if path not in chunks]
     found.companions.extend(chunks)

@@ -109,7 +109,7 @@ class TunedModel:
         """Class → probability, for a population like that of training; or target → predicted number, in its unit.
 
         scans: what `Encoder.embed` takes; several give a list, in their order. Raises ReadError for a file that cannot
-        be read, EvaluationError for a store that was prepared otherwise.
+        be read or is upside down, EvaluationError for a store that was prepared otherwise.
         """
         of_bscans = cache(self.encoder.of_bscans)
         if isinstance(scans, Scan):

@@ -24,9 +24,9 @@ def open_bscans(uri: str) -> Bscans:
     inside = list_folder(uri)
     if export := heyex_xml.only_export(inside, uri):
         return heyex_xml.open_bscans(export)
-    if any(PurePath(place).name in ZARR_FILES for place in inside):
-        raise zarr_array(uri)
     images = [place for place in inside if PurePath(place).suffix.lower() in SUFFIXES and is_image(place)]
+    if not images and any(PurePath(place).name in ZARR_FILES for place in inside):
+        raise zarr_array(uri)
     files, size, set_aside = sort_out(images, uri)
     if not may_be_labels(uri):  # lines drawn into B-scans are seldom missing in the middle one
         expect_gray(files[len(files) // 2])

@@ -208,13 +208,16 @@ def _opened(file, uri: str, formats: tuple[str, ...] = ("PNG", "TIFF", "BMP", "J
             warnings.simplefilter("ignore")
             with Image.open(file, formats=formats) as image:
                 yield image
-    except (Image.DecompressionBombError, UnidentifiedImageError) as error:
-        code, fix = "absurd_size" if isinstance(error, Image.DecompressionBombError) else "decode_failed", ""
+    except Image.DecompressionBombError:
+        raise ReadError("absurd_size", f"{uri}: more pixels than any B-scan has; fetch or export it again") from None
+    except UnidentifiedImageError:
         file.seek(0)
+        fix = ""
         if file.read(2) in (b"II", b"MM"):
             fix = "; a TIFF must have 8- or 16-bit gray pixels, uncompressed or packed by deflate, LZW, zstd or JPEG"
         raise ReadError(
-            code, f"{uri}: not an image that can be decoded ({type(error).__name__}); fetch or export it again{fix}"
+            "decode_failed",
+            f"{uri}: not an image that can be decoded (UnidentifiedImageError); fetch or export it again{fix}",
         ) from None
     except (OSError, SyntaxError, TypeError, AttributeError, RuntimeError) as error:  # Pillow's on damaged bytes
         raise ReadError(

@@ -198,9 +198,9 @@ def _array(stream: BinaryIO, header: _Header, uri: str) -> np.ndarray:
     if (header.slope, header.intercept) not in ((0.0, 0.0), (1.0, 0.0)) and header.slope:
         array = array * header.slope + header.intercept
         # Writers scale floats to the whole range of a header's type (nibabel), so that 1 becomes 128 steps of 1/127.5.
-        whole, step = np.rint(array), abs(header.slope)
-        if step <= _FINE_SLOPE and (np.abs(array - whole) <= 0.501 * step).all():
-            return whole
+        near = 0.501 * abs(header.slope)
+        if abs(header.slope) <= _FINE_SLOPE and all((np.abs(part - np.rint(part)) <= near).all() for part in array.T):
+            np.rint(array, out=array)
     return array
 
 

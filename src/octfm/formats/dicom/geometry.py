@@ -121,6 +121,8 @@ def read_geometry(
         lines = _lines(frames, shared, shape, dx, (shape[2] - 1) * dx) if layout == "radial" else None
         return Geometry((dx, dy, dx), measures.source, None, None, (), layout, lines)
     dz, source, dz_flags = _bscan_distance(dz_from_positions, measures, shape, scanner, uri)
+    if counted and source == measures.source:
+        source += "+positions"  # the distance they repeat; of several files, they show that none is missing
     check_bounds((dz, dy, dx), shape, uri)
     lines = _raster_lines(frames, shared, shape, (dz, dx), stack) if stack is not None else None
     doubts = stack.doubts(lines) if stack is not None else []
@@ -338,7 +340,7 @@ def _dz_from_positions(
         for frame in frames
     ]
     dz, stack = None, None
-    in_space = None if counted else _patient_positions(frames, shape[2] * dx, uri)
+    in_space = _patient_positions(frames, shape[2] * dx, uri)
     if in_space is not None:
         stack = stack_of(in_space[0], in_space[1], uri, shape[2] * dx)
         dz = stack.step
@@ -351,7 +353,7 @@ def _dz_from_positions(
         if dz is None or abs(dz - _PLACEHOLDER_MM) < 1e-6:
             dz = fundus.step * shape[2] * dx / length
         stack = fundus
-    if dz is not None and is_running_number(dz, shape, dx):
+    if dz is not None and (is_running_number(dz, shape, dx) or (counted and on_fundus is None)):
         dz, stack = None, None
     # Stated everywhere and yet unusable: the positions are placeholders.
     zeros = stack is None and all(_first(frame, "PlanePositionSequence") is not None for frame in frames)
