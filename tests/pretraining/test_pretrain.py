@@ -155,6 +155,21 @@ def test_a_resume_may_inspect_more_or_less_often(store, tmp_path):
     quick_pretrain(rarely, store, tmp_path / "run", echo=quiet)
 
 
+def test_F18_a_resume_on_other_hardware_says_so(store, tmp_path):
+    """Not bit for bit: kernels of another processor, and sums of another number of threads, round otherwise."""
+    run = quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+    record = json.loads((run / "run.json").read_text())
+    said: list[str] = []
+    quick_pretrain(config(steps=1), store, run, echo=said.append)
+    assert not any("rounding" in line for line in said)
+    elsewhere = {**record["environment"], "kernels": "ZVECTOR", "threads": "96", "python": "3.0"}
+    (run / "run.json").write_text(json.dumps(record | {"environment": elsewhere}))
+    quick_pretrain(config(steps=1), store, run, echo=said.append)
+    (line,) = (line for line in said if "rounding" in line)
+    assert f"kernels {record['environment']['kernels']} (before: ZVECTOR), threads " in line and "python" not in line
+    assert json.loads((run / "run.json").read_text())["environment"] == record["environment"]
+
+
 def test_F18_other_training_volumes_are_not_the_same_run(store, tmp_path):
     """Resuming on another split would train on test participants and then deny it."""
     import shutil

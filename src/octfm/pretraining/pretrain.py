@@ -39,7 +39,7 @@ from octfm.run import checkpoint
 from octfm.run.folder import Identity, RunFolder, open_run, resume, volumes_digest
 from octfm.run.launch import join
 from octfm.run.loop import Interruption, Session, open_session, train
-from octfm.run.runtime import Runtime, environment
+from octfm.run.runtime import Runtime
 from octfm.run.trackers import open_trackers
 from octfm.run.tracking import Listener, require_listeners
 from octfm.store.loader import Loader, epoch_volumes
@@ -132,7 +132,6 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     people = len(set(under_one_id(names)))
     facts = {
         "parameters": learner.model.parameters_by_part(),
-        "environment": environment(runtime),
         "store": {"volumes": len(data.store), "train_participants": people},
         "octfm": __version__,
         "precision": config.precision,

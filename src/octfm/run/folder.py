@@ -23,7 +23,7 @@ from octfm.io.location import BucketPath, Location, location, lock, write_whole
 from octfm.run import checkpoint, checkpoint_files
 from octfm.run.bucket import BucketRun, mirror_of
 from octfm.run.checkpoint_files import put_back, set_aside, strangers
-from octfm.run.runtime import Runtime
+from octfm.run.runtime import Runtime, environment
 from octfm.store.store import Store
 
 FORMAT, VERSION = "octfm-run", 1
@@ -224,6 +224,16 @@ class RunFolder:
         for key, (now, before) in changed.items():
             echo(f"override: {key} is {now} from step {step} on; the run began with {before}")
 
+    def record_environment(self, now: Mapping[str, str]) -> list[str]:
+        """Write the software and hardware to run.json. Returns what has changed of that which the last digits of a run
+        depend on."""
+        before = self.record.get("environment", {})
+        self.write_record(environment=now)
+        names = [
+            name for name in now if name not in ("python", "precision") and before.get(name, now[name]) != now[name]
+        ]
+        return [f"{name} {now[name]} (before: {before[name]})" for name in names]
+
     def note_memory(self, micro_batch: int) -> None:
         """Write down, for the next start, how many volumes at a time memory allows. Any rank may call this."""
         write_whole(self.path / "memory.json", json.dumps({"micro_batch": micro_batch}).encode())
@@ -259,7 +269,7 @@ class Resumable(Protocol):
 
 def resume(run: RunFolder, training: Resumable, echo: Echo) -> bool:
     """Restore the newest whole checkpoint on all ranks; False if there is none yet. Rank 0 chooses and reads, and
-    records settings that --override changed."""
+    records settings that --override changed, and the software and hardware, of which it says what has changed."""
     content: dict[str, Any] | None = None
 
     def choose() -> Path | None:
@@ -275,9 +285,12 @@ def resume(run: RunFolder, training: Resumable, echo: Echo) -> bool:
         training.restore(content, path)
     # Only now: settings that do not fit the checkpoint are refused, and must leave the run as it was.
     training.runtime.first(lambda: run.record_override(training.step, echo))
+    changes = training.runtime.first(lambda: run.record_environment(environment(training.runtime)))
     if path is None:
         return False
     echo(f"resuming {run.path} after {training.step} updates")
+    if changes:
+        echo(f"on other software or hardware, so equal to one machine's run up to rounding only: {', '.join(changes)}")
     return True
 
 

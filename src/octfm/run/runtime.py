@@ -532,6 +532,7 @@ def environment(runtime: Runtime) -> dict[str, str]:
         "numpy": np.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
         "device": runtime.hardware(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "precision": runtime.precision,
         "ranks": str(runtime.world),

@@ -23,7 +23,6 @@ from octfm.io.location import Location
 from octfm.run.checkpoint_writer import Retention
 from octfm.run.folder import Identity, Kind, open_run, resume, volumes_digest
 from octfm.run.loop import Interruption, Session, open_session, train
-from octfm.run.runtime import environment
 from octfm.run.tracking import TrackingConfig
 from octfm.store.selection import assert_disjoint_splits
 from octfm.store.store import Store
@@ -89,7 +88,7 @@ def segment(
         open_run(out, identity, encoder.runtime, echo=echo, check=_require_unfinished) as run,
         Interruption() as interruption,
     ):
-        run.write_record(environment=environment(encoder.runtime), octfm=__version__)
+        run.write_record(octfm=__version__)
         segmenters = {"pretrained": Segmenter(config, encoder)}
         if baselines:
             segmenters["random_init"] = Segmenter(config, open_encoder(config, device, random_init=True))
