@@ -90,10 +90,13 @@ def test_a_participant_is_scored_by_the_eye_that_looks_more_ill():
     said = Predictions(np.arange(5)[::-1], np.log(np.stack([1 - ill, ill], 1))[::-1], np.zeros((5, 2)))
     units = to_units(cases, said)
     right_of_p = np.log([[0.8, 0.2], [0.4, 0.6]]).mean(0)  # mean odds of .6 and .2 are above those of .3
-    np.testing.assert_allclose(units.value, [right_of_p, np.log([0.3, 0.7])])
+    odds = units.value[:, 1] - units.value[:, 0]
+    np.testing.assert_allclose(odds, [right_of_p[1] - right_of_p[0], np.log(0.7 / 0.3)])
+    np.testing.assert_allclose(np.exp(units.value).sum(1), 1)
     assert units.truth.tolist() == [1, 1] and units.log_prior.shape == (2, 2)
     by_mean = to_units(replace(cases, eye=None), said)
-    np.testing.assert_allclose(by_mean.value[1], np.log([[0.9, 0.1], [0.3, 0.7]]).mean(0))
+    both_of_q = np.log([[0.9, 0.1], [0.3, 0.7]]).mean(0)
+    assert by_mean.value[1, 1] - by_mean.value[1, 0] == pytest.approx(both_of_q[1] - both_of_q[0])
 
 
 def test_a_participant_is_diseased_when_one_eye_is(tmp_path):

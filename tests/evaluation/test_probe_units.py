@@ -10,8 +10,9 @@ from scipy.special import expit
 from sklearn.metrics import brier_score_loss, cohen_kappa_score, roc_auc_score
 
 from octfm.encoder.embeddings import Embeddings, take_rows
-from octfm.evaluation.cases import Round, Target, log_share, make_cases, make_rounds
+from octfm.evaluation.cases import Cases, Round, Target, log_share, make_cases, make_rounds
 from octfm.evaluation.efficiency import label_efficiency, subset
+from octfm.evaluation.metrics import macro_auprc, macro_auroc
 from octfm.evaluation.probe import predict, probe
 from octfm.evaluation.readouts import fit_predict
 from octfm.evaluation.scoring import Predictions, compare_metrics, correct, metrics_of, score, to_units
@@ -59,6 +60,19 @@ def test_who_knows_nothing_guesses_however_often_the_ill_were_scanned(scans_of_i
         units = to_units(cases, predict(cases, [everything], replace(data, vectors=1.0 * vectors), readout, 0))
         found = {name: metric(np.ones((1, 200)))[0] for name, metric, _ in metrics_of(cases, units)}
         assert (found["auroc"], found["auprc"], found["balanced_accuracy"]) == (0.5, 0.5, 0.5)
+
+
+def test_equal_probabilities_of_a_class_are_ties_whatever_those_of_the_other_classes():
+    """The votes of 40 neighbours are counts; dividing by sums of other roundings told equal ones apart."""
+    rng = np.random.default_rng(0)
+    truth = np.arange(90) % 3
+    votes = np.stack([rng.multinomial(40, np.full(3, 0.25) + 0.25 * (np.arange(3) == k)) for k in truth]) + 0.5
+    who, every = np.arange(90).astype(str), np.arange(90)
+    cases = Cases(Target("grade", "grade", "participant"), every, truth, ("a", "b", "c"), who, who, "participant", 0)
+    units = to_units(cases, Predictions(every, np.log(votes) + rng.normal(size=(90, 1))))
+    found = {name: float(metric(np.ones((1, 90)))[0]) for name, metric, _ in metrics_of(cases, units)}
+    of_votes = {"auroc": macro_auroc(truth, votes), "auprc": macro_auprc(truth, votes)}
+    assert {name: found[name] for name in of_votes} == pytest.approx(of_votes, abs=1e-12)
 
 
 def test_people_with_equal_vectors_have_equal_neighbours():

@@ -245,7 +245,7 @@ def finite(value: float | None) -> float | None:
 def to_units(cases: Cases, run: Predictions) -> Units:
     """Average rows per unit; for targets scored by the worse eye, use the eye with the highest predicted log-odds.
 
-    Log-probabilities and grades are rounded to DECIMALS.
+    Log-probabilities are normalised, and with grades rounded to DECIMALS.
     """
     label = cases.label[run.rows]
     ids, first, member = np.unique(cases.unit[run.rows], return_index=True, return_inverse=True)
@@ -260,8 +260,7 @@ def to_units(cases: Cases, run: Predictions) -> Units:
             return None
         columns = values.reshape(len(values), -1)
         means = [np.bincount(member, weights=weight * c) / size for c in columns.T]
-        found = np.stack(means, axis=1).reshape(len(ids), *values.shape[1:])
-        return found if cases.classes is None else found.round(DECIMALS)
+        return np.stack(means, axis=1).reshape(len(ids), *values.shape[1:])
 
     if cases.classes is None:
         truth = np.bincount(member, weights=label) / size
@@ -269,9 +268,12 @@ def to_units(cases: Cases, run: Predictions) -> Units:
         truth = np.zeros(len(ids), dtype=int)
         # Rows of a unit share their label, except in target `disease`: a participant with one diseased eye is diseased.
         np.maximum.at(truth, member, label)
-    value = mean(run.value)
+    value, log_prior, grade = mean(run.value), mean(run.log_prior), mean(run.grade)
     assert value is not None
-    return Units(truth, cases.participant[run.rows][first], value, mean(run.log_prior), mean(run.grade), eyes)
+    if cases.classes is not None:
+        value -= np.logaddexp.reduce(value, axis=1, keepdims=True)
+        value, log_prior, grade = (v if v is None else v.round(DECIMALS) for v in (value, log_prior, grade))
+    return Units(truth, cases.participant[run.rows][first], value, log_prior, grade, eyes)
 
 
 def count_participants(cases: Cases, units: Units) -> tuple[dict[str, int], dict[str, int]]:
@@ -306,7 +308,7 @@ def _built_in(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
         spread = float(np.abs(u.truth - np.median(u.truth)).mean())
         value = u.value[:, 0]
         return [("r2", partial(m.r_squared, u.truth, value), 0.0), ("mae", partial(m.mae, u.truth, value), spread)]
-    probability, winner = softmax(u.value), u.value.argmax(1)
+    winner = u.value.argmax(1)
     share = np.bincount(u.truth, minlength=len(cases.classes)) / len(u.truth)
     present = int((share > 0).sum())
     if cases.kind == "binary":
@@ -317,8 +319,9 @@ def _built_in(cases: Cases, u: Units) -> list[tuple[str, Metric, float]]:
         ]
     else:
         found = [
-            ("auroc", partial(m.macro_auroc, u.truth, probability), 0.5),
-            ("auprc", partial(m.macro_auprc, u.truth, probability), 1 / present),
+            # Of log-probabilities: computing probabilities from rounded ones would end ties.
+            ("auroc", partial(m.macro_auroc, u.truth, u.value), 0.5),
+            ("auprc", partial(m.macro_auprc, u.truth, u.value), 1 / present),
         ]
     found += [
         ("balanced_accuracy", partial(m.balanced_accuracy, u.truth, winner), 1 / present),
