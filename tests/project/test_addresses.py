@@ -31,7 +31,7 @@ from octfm.store.loader import DataConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.preprocessing import Preprocessing
-from support.command_line import invoke
+from support.command_line import invoke, octfm_here
 from support.small_store import small_store
 
 VERBS = typer.main.get_command(app).commands
@@ -299,10 +299,13 @@ def test_an_empty_text_is_no_path(tmp_path, monkeypatch):
             place("")
     for name, words in (
         ("RUN|SCAN", ["embed", ""]),
-        ("STORE", ["embed", "--store", ""]),
+        ("--store", ["embed", "--store", ""]),
+        ("--apply", ["segment", "a", "--apply="]),
+        ("--axial-length", ["segment", "a", "--axial-length", ""]),
         ("--out", ["segment", "a", "--out", ""]),
     ):
-        assert f"{name}: expected a path, got an empty text" in str(invoke(*words).exception)
+        code, _, err = octfm_here(*words, cwd=tmp_path)
+        assert code == 2 and f"'{name}': expected a path, got an empty text; a variable of the shell may" in err
     with pytest.raises(ConfigError, match=r"data\.store: .*got an empty text"):
         load(PretrainConfig, {"data": {"store": ""}})
 

@@ -111,14 +111,15 @@ def is_named_as_file(out: Any) -> bool:
     return Path(str(out)).suffix.lower() in _OF_FILES and not Path(str(out)).is_dir()
 
 
-def _checked(parse: Callable[[Any], Any], name: str, *, folder: bool = False) -> Callable[[Any], Any]:
+def _checked(parse: Callable[[Any], Any], *, folder: bool = False) -> Callable[[Any], Any]:
     """`parse` that also refuses an empty text, a Windows path and, of a `folder`, the name of a file: before hours of
     work, not when the first result is written."""
 
     @functools.wraps(parse)
     def parse_checked(text: Any) -> Any:
         if text == "":
-            raise ConfigError(f"{name}: expected a path, got an empty text; a variable of the shell may not be set")
+            # typer adds the name of the option.
+            raise typer.BadParameter("expected a path, got an empty text; a variable of the shell may not be set")
         refuse_windows(str(text))
         found = parse(text)
         if folder and (Path(str(found)).is_file() or is_named_as_file(found)):
@@ -131,12 +132,12 @@ def _checked(parse: Callable[[Any], Any], name: str, *, folder: bool = False) ->
 def option(metavar: str, about: str, *names: str, parser: Callable[[Any], Any] | None = None, **settings: Any) -> Any:
     """An option with a value; named after its parameter if it has no `names`. `parser`: for a path or an address; of
     --out FOLDER it refuses a file."""
-    checked = parser and _checked(parser, [*names, metavar][0], folder=(names, metavar) == (("--out",), "FOLDER"))
+    checked = parser and _checked(parser, folder=(names, metavar) == (("--out",), "FOLDER"))
     return typer.Option(*names, metavar=metavar, help=about, parser=checked, **settings)
 
 
 def argument(metavar: str, about: str, *, parser: Callable[[Any], Any] | None = None, **settings: Any) -> Any:
-    return typer.Argument(metavar=metavar, help=about, parser=parser and _checked(parser, metavar), **settings)
+    return typer.Argument(metavar=metavar, help=about, parser=parser and _checked(parser), **settings)
 
 
 def flag(about: str, *names: str) -> Any:
