@@ -29,8 +29,8 @@ from octfm.trust.calibration import _ece_if_calibrated, calibration
 from octfm.trust.copies import _chance_threshold, _exact, _fine_detail, same_speckle
 from octfm.trust.failures import failures
 from octfm.trust.leaderboard import ranked, to_csv
-from octfm.trust.neighbours import neighbours
-from octfm.trust.same_eye import same_eye
+from octfm.trust.neighbours import nearest_scans, neighbours
+from octfm.trust.same_eye import _ranks, same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import make_study
 from octfm.trust.subgroups import subgroups
@@ -263,6 +263,28 @@ def test_vectors_that_are_all_alike_find_an_eye_in_the_middle_of_the_gallery(jud
     run = judged.study.encoders[0]
     (row,) = same_eye(replace(judged.study, encoders=(replace(run, vectors=np.ones_like(run.vectors)),)))["retrieval"]
     assert row["median_rank"] == (row["median_gallery"] + 1) / 2
+
+
+def kinds_of(people, scans, width):
+    """A study of so many people and scans of each, whose vectors are of four kinds, and the kind of each scan."""
+    who = np.tile(np.array([f"p{n:03d}" for n in range(people)]), scans)
+    kind = np.tile(np.arange(people) % 4, scans)
+    scanner = np.repeat([f"s{n}" for n in range(scans)], people)
+    data = SimpleNamespace(participant=who, eye_id=who, scanner=scanner)
+    study: Any = SimpleNamespace(data=data, tested=np.ones(len(who), bool), scanners=("s0", "s1"))
+    encoder: Any = SimpleNamespace(vectors=np.random.default_rng(width).normal(size=(4, width))[kind])
+    return study, encoder, kind
+
+
+@pytest.mark.parametrize("width", [12, 100])
+def test_equal_vectors_are_equally_near_though_their_products_differ_in_the_last_bit(width):
+    study, encoder, kind = kinds_of(37, 2, width)
+    ranks = _ranks(study, encoder, np.arange(74), [(n, "s1") for n in range(37)])[0]
+    assert ranks.tolist() == [1 + (np.sum(kind[:37] == own) - 1) / 2 for own in kind[:37]]
+    study, encoder, kind = kinds_of(331, 1, width)
+    for row, nearest in zip(*nearest_scans(study, encoder)[:2], strict=True):
+        alike = np.flatnonzero(kind == kind[row])
+        assert nearest.tolist() == alike[alike != row][:5].tolist(), "the first of its kind"
 
 
 def changed(study, keep, vectors, **more):

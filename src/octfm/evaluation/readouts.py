@@ -152,6 +152,12 @@ def standardised(x: np.ndarray, x_new: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return x, np.clip(x_new, -most, most)
 
 
+def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Cosines [n, m] of unit vectors [n, F] and [m, F], rounded: products of equal rows may differ in their last bits,
+    and equally near rows are ties."""
+    return (a @ b.T).round(12)
+
+
 def _linear(
     x: np.ndarray,
     x_new: np.ndarray,
@@ -215,10 +221,9 @@ def _neighbours(
                     for v in (x, x_new))  # fmt: skip
     unit, unit_new = (v / np.maximum(1e-12, np.linalg.norm(v, axis=1, keepdims=True)) for v in (x, x_new))
     few, most = max(1, MOST_PAIRS // len(unit)), int(max(grid))
-    # Rounded, because equal rows may differ in the last bits of their similarity. Copied: a view would keep the order
-    # of all training rows in memory.
+    # Copied: a view would keep the order of all training rows in memory.
     order = np.concatenate([
-        np.argsort(-(unit_new[i : i + few] @ unit.T).round(12), axis=1, kind="stable")[:, :most].copy()
+        np.argsort(-cosines(unit_new[i : i + few], unit), axis=1, kind="stable")[:, :most].copy()
         for i in range(0, len(unit_new), few)
     ])  # fmt: skip
     if num_classes == 0:

@@ -7,6 +7,7 @@ import numpy as np
 from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation.arms import COVARIATES, MAP_AND_ENCODER
 from octfm.evaluation.cases import Skip, Target, people
+from octfm.evaluation.readouts import cosines
 from octfm.evaluation.scoring import compare_scored, estimate, score
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap
 from octfm.trust.same_eye import unit_vectors
@@ -111,7 +112,7 @@ def nearest_scans(study: Study, encoder: Embeddings, k: int = NEAREST) -> tuple[
     found = []
     # In parts, so that the similarity matrix stays small.
     for part in np.array_split(query, max(1, len(query) // 256)):
-        near = unit[part] @ unit[gallery].T
+        near = cosines(unit[part], unit[gallery])
         # Other scans of the same participant are excluded: they are near for the wrong reason.
         near[names[part][:, None] == names[gallery][None, :]] = -np.inf
         found.append(gallery[np.argsort(-near, axis=1, kind="stable")[:, :k]])

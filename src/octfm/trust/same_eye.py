@@ -12,7 +12,7 @@ from octfm.display import number
 from octfm.encoder.embeddings import Embeddings
 from octfm.evaluation import agreement
 from octfm.evaluation.arms import COVARIATES
-from octfm.evaluation.readouts import standardised
+from octfm.evaluation.readouts import cosines, standardised
 from octfm.evaluation.scoring import Predictions, estimate
 from octfm.evaluation.statistics import MIN_PARTICIPANTS, Bootstrap, Metric
 from octfm.trust.study import Study, Task, add_claims, difference
@@ -223,7 +223,7 @@ def _ranks(
     ranks, participant_ranks, sizes = [], [], []
     for i, scanner in queries:
         candidates = gallery[scanner]
-        similarity = unit[candidates] @ unit[i]
+        similarity = cosines(unit[candidates], unit[i])
         same_eye = data.eye_id[candidates] == data.eye_id[i]
         same_person = data.participant[candidates] == data.participant[i]
         for correct, found in ((same_eye, ranks), (same_person, participant_ranks)):
