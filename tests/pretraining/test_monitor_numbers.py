@@ -84,6 +84,10 @@ def test_a_feed_counts_what_is_misplaced_stale_repeated_in_an_epoch_and_twice_in
     feeder = feeder_of()
     steps = [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5], [5, 0, 1, 1]]
     assert [fed_by(feeder, at, rows, voxels) for at, rows in enumerate(steps)] == [[0, 0, 0, 0]] * 3 + [[0, 0, 1, 0]]
+    feeder = feeder_of()
+    assert [fed_by(feeder, at, rows, voxels) for at, rows in enumerate([[0, 1, 4, 5], [2, 3, 5, 4]])] == [
+        [0, 0, 0, 0]
+    ] * 2
     for index, position, misplaced in (([2, 4], None, 1), (None, [2, 4], 1), ([3, 2], [3, 2], 2), ([2, 3], [2, 3], 0)):
         assert fed_by(feeder_of(), 0, [0, 1, 2, 3], voxels, index, position)[0] == misplaced
     for at, stale in ((0, 1), (1, 0)):  # an epoch may begin with the volumes that the last one ended with
@@ -97,7 +101,10 @@ def test_a_feed_counts_what_is_misplaced_stale_repeated_in_an_epoch_and_twice_in
 
 def test_a_feed_of_groups_that_take_turns_may_repeat_a_volume():
     feeder, voxels = feeder_of(), np.random.default_rng(0).integers(0, 255, (6, 3, 40, 4), np.uint8)
+    assert [fed_by(feeder, at, rows, voxels)[1] for at, rows in enumerate([[0, 1], [1, 0]])] == [0, 1]
+    feeder = feeder_of()
     feeder.loader.by_turns = True
+    assert [fed_by(feeder, at, rows, voxels) for at, rows in enumerate([[0, 1], [1, 0]])] == [[0, 0, 0, 0]] * 2
     assert [fed_by(feeder, 0, [0, 1, 2, 2], voxels), fed_by(feeder, 1, [2, 0, 1, 3], voxels)] == [[0, 0, 0, 0]] * 2
 
 
