@@ -271,8 +271,8 @@ def to_units(cases: Cases, run: Predictions) -> Units:
     value, log_prior, grade = mean(run.value), mean(run.log_prior), mean(run.grade)
     assert value is not None
     if cases.classes is not None:
-        value -= np.logaddexp.reduce(value, axis=1, keepdims=True)
-        value, log_prior, grade = (v if v is None else v.round(DECIMALS) for v in (value, log_prior, grade))
+        value = (value - np.logaddexp.reduce(value, axis=1, keepdims=True)).round(DECIMALS)
+        log_prior, grade = (None if v is None else v.round(DECIMALS) for v in (log_prior, grade))
     return Units(truth, cases.participant[run.rows][first], value, log_prior, grade, eyes)
 
 
