@@ -188,6 +188,7 @@ def test_a_number_that_changes_between_visits_is_scored_per_scan(changes):
     np.testing.assert_allclose(np.sort(units.truth), np.unique(um) if steady else np.sort(um))
 
 
+@pytest.mark.slow
 def test_a_large_difference_survives_holm_among_many_comparisons():
     """Two labels and 17 rivals of pure noise: with 2,000 resamples p cannot fall far enough."""
     rng = np.random.default_rng(0)

@@ -460,6 +460,7 @@ def die_of_eye1(source, found):
         os.abort()
 
 
+@pytest.mark.slow
 def test_several_processes_make_the_same_table_and_one_that_dies_costs_one_row(files, tmp_path):
     whole, spread, died = (tmp_path / f"{name}.csv" for name in ("whole", "spread", "died"))
     eyes = {files[0]: "R"}
@@ -884,6 +885,7 @@ def test_samples_can_be_tabulated_and_viewed(small_finder, tmp_path, monkeypatch
     assert isinstance(invoke("view").exception, ConfigError)
 
 
+@pytest.mark.slow
 def test_a_stopped_training_of_the_network_resumes_bit_for_bit(tmp_path):
     whole = LayerTraining(4, 3, SMALL)
     losses = [whole.update() for _ in range(2)]

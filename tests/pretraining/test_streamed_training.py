@@ -298,6 +298,7 @@ def test_ranks_render_their_shares_of_the_global_batch(phantoms):
         assert np.array_equal(getattr(whole, name), np.concatenate([getattr(part, name) for part in parts]))
 
 
+@pytest.mark.slow
 def test_a_run_without_a_store_resumes_bit_for_bit(tmp_path, monkeypatch):
     whole = quick_pretrain(dense(steps=3, ckpt_every_steps=2), out=tmp_path / "whole", echo=quiet)
     loop, calls = __import__("octfm.pretraining.pretrain", fromlist=["accumulate"]), []
