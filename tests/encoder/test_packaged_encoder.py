@@ -271,6 +271,7 @@ def taught(tmp_path_factory):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_becomes_the_packaged_encoder_the_same_bytes_every_time(taught, tmp_path, monkeypatch):
     said, written = [], []
     for _ in range(2):  # the second replaces what is there

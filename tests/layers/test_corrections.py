@@ -973,6 +973,7 @@ def truth_for(folder: Path) -> tuple:
     return type(store).open(folder / "prepared"), folder / "hand"
 
 
+@pytest.mark.slow
 def test_corrected_and_checked_lines_are_training_truth(tmp_path):
     store, hand = truth_for(tmp_path)
     config = SegmentConfig(truth=str(hand), surfaces=("ilm", "bm"))

@@ -197,6 +197,7 @@ def test_layers_are_measured_once_and_go_on_after_a_kill(scan, tmp_path):
         measure(sources)
 
 
+@pytest.mark.slow
 def test_layers_of_a_store_are_those_of_its_files(tmp_path):
     for seed in (2, 1):
         eye, _ = phantom_volume(seed, size=(6, 64, 48))

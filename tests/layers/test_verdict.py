@@ -323,6 +323,7 @@ def dense() -> Volume:
     )
 
 
+@pytest.mark.slow
 def test_a_blink_blanks_the_zones_that_it_crosses_and_no_more(dense):
     """One dark B-scan is bridged by its neighbours, four are not; volumes of fluid are given in the first case only."""
 

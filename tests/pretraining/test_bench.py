@@ -19,6 +19,7 @@ def result(*others: Trial, read: float | None = 100.0, first: Trial = FAST, **se
     return Bench(config(steps=100, **settings), [first, *others], read)
 
 
+@pytest.mark.slow
 def test_every_variant_of_a_config_is_timed_on_its_own_store(tmp_path):
     store = small_store(tmp_path / "store")
     before = sorted(p.name for p in tmp_path.rglob("*"))
