@@ -33,6 +33,7 @@ READABLE = {
 }
 
 EYES = {"R": "right eye", "L": "left eye", None: "eye unknown"}
+"""What is shown of a laterality."""
 
 Picture = tuple[str, str]
 """A data: URI and what it shows."""

@@ -42,8 +42,8 @@ LOWER_IS_BETTER = ("brier", "ece", "mae")
 CONFOUNDED = 0.02
 """If the AUROC of guessing differs from 0.5 by this much, a note says that numbers of eyes differ between classes."""
 DECIMALS = 9
-"""To which log-probabilities and grades are compared: those that are equal but for rounding errors, which depend on the
-processor and on the number of scans, are ties."""
+"""Log-probabilities and grades are rounded to these before they are ranked. Those that differ only by rounding errors,
+which depend on the processor and on the number of scans, are then ties."""
 BUILT_IN = ("auroc", "auprc", "balanced_accuracy", "macro_f1", "brier", "ece", "kappa", "r2", "mae")
 
 

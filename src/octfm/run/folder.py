@@ -225,14 +225,13 @@ class RunFolder:
             echo(f"override: {key} is {now} from step {step} on; the run began with {before}")
 
     def record_environment(self, now: Mapping[str, str]) -> list[str]:
-        """Write the software and hardware to run.json. Returns what has changed of that which the last digits of a run
-        depend on."""
+        """Write the software and hardware to run.json. Returns a text for each change that alters a run's last
+        digits."""
         before = self.record.get("environment", {})
         self.write_record(environment=now)
-        names = [
-            name for name in now if name not in ("python", "precision") and before.get(name, now[name]) != now[name]
-        ]
-        return [f"{name} {now[name]} (before: {before[name]})" for name in names]
+        counts = now.keys() & before.keys() - {"python", "precision"}
+        changed = [name for name in now if name in counts and before[name] != now[name]]
+        return [f"{name} {now[name]} (before: {before[name]})" for name in changed]
 
     def note_memory(self, micro_batch: int) -> None:
         """Write down, for the next start, how many volumes at a time memory allows. Any rank may call this."""
@@ -269,7 +268,7 @@ class Resumable(Protocol):
 
 def resume(run: RunFolder, training: Resumable, echo: Echo) -> bool:
     """Restore the newest whole checkpoint on all ranks; False if there is none yet. Rank 0 chooses and reads, and
-    records settings that --override changed, and the software and hardware, of which it says what has changed."""
+    records settings that --override changed, and software and hardware, whose changes it names."""
     content: dict[str, Any] | None = None
 
     def choose() -> Path | None:
@@ -290,7 +289,7 @@ def resume(run: RunFolder, training: Resumable, echo: Echo) -> bool:
         return False
     echo(f"resuming {run.path} after {training.step} updates")
     if changes:
-        echo(f"on other software or hardware, so equal to one machine's run up to rounding only: {', '.join(changes)}")
+        echo(f"software or hardware has changed, so the run goes on equal up to rounding: {', '.join(changes)}")
     return True
 
 

@@ -46,7 +46,7 @@ LEAST_FLAT, LEAST_WEDGE = 8, 200
 """Rows of exactly one grey level at a border that make an A-scan padded, and voxels of them that neighbouring A-scans
 have together."""
 FIRST_ROWS = 32
-"""Rows in which nearly every A-scan of a dark vitreous has two grey levels; only where it has not, all are compared."""
+"""Rows that are searched first for a second grey level; only an A-scan without one there is searched whole."""
 BLOCK, NEAR_LEVEL = 8, 0.06
 """Rows behind them to which JPEG may have given other values, and how far these lie from grey, as a share of white."""
 ENOUGH = 8

@@ -17,6 +17,7 @@ from octfm.catalog.participants.path_words import (
 )
 from octfm.catalog.participants.patterns import LABELLED, Pattern, Place
 from octfm.catalog.participants.splits import parse_split
+from octfm.display import EYES
 from octfm.errors import ConfigError, one_line
 from octfm.volume.volume import Laterality
 
@@ -418,7 +419,7 @@ def _lines(
             person = found.get(uri, "") if text else ""
             if len(shown) < EXAMPLES and (person, eyes[uri]) not in seen:
                 seen.add((person, eyes[uri]))
-                eye = {"R": "right eye", "L": "left eye"}.get("".join(eyes[uri]), "eye unknown")
+                eye = EYES.get("".join(eyes[uri]), EYES[None])
                 shown.append(f"{nameless[uri].texts[0]} -> {f'participant {person}' if person else 'nobody'}, {eye}")
         sides = [eyes[uri] for uri in uris]
         people = len({found[uri] for uri in uris if uri in found}) if text else 0

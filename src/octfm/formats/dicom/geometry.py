@@ -30,7 +30,7 @@ _PLACEHOLDER_MM = 1.0
 _HIGHEST_MM = 15.0
 """No field is higher, unless it is as wide."""
 _MADE_UP_MM = {(0.05, 0.01): ".e2e", (0.004, 0.002): ".img", (0.2, 0.02): ".OCT", (0.02, 0.015): ".OCT"}
-"""(SliceThickness, lateral PixelSpacing) that OCT-Converter writes, with counted positions, for all files of a kind."""
+"""(SliceThickness, lateral PixelSpacing) that OCT-Converter 0.7 writes, with counted positions, for all of a kind."""
 
 ROUNDING = 1.01
 """Largest ratio of spacings that are the same but for rounding."""
