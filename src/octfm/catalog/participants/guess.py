@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from octfm.catalog.participants.path_words import (
@@ -96,77 +96,100 @@ def guess_people(
     patterns must give the same participants again.
     """
     paths: dict[str, _Path] = {uri: tuple(segments(n, meant) for n in place.names) for uri, place in nameless.items()}
-    groups: dict[tuple, list[str]] = defaultdict(list)
-    for uri, path in paths.items():
-        groups[_skeleton(path)].append(uri)
-    roles = _roles([place.names for place in nameless.values()])
-    chosen: dict[str, _At] = {}
-    doubts, spots, texts, named = [], set(), {}, set()
-    apart: dict[str, None] = {}
-    everywhere = set.intersection(*({s.text for name in path for s in name} for path in paths.values()))
-    for uris in groups.values():
-        own_roles = roles.get(len(paths[uris[0]]), {})
-        at, doubt, explicit = _person_in(
-            [paths[uri] for uri in uris],
-            [nameless[uri].names for uri in uris],
-            len(nameless),
-            everywhere,
-            min(own_roles, default=0),
-        )
-        doubts += [doubt] if doubt else []
-        if at is None:
-            continue
-        if explicit:
-            named |= set(uris)
-        else:
-            before = paths[uris[0]][at[0]][: at[1]]
-            spots.add((at[0], sum(segment.kind in CANDIDATES for segment in before)))
-        chosen |= dict.fromkeys(uris, at)
-        own_texts, own_apart = _templates({uri: paths[uri] for uri in uris}, nameless, at, own_roles)
-        texts |= own_texts
-        apart |= dict.fromkeys(own_apart)
-    patterns = {text: pattern for text in dict.fromkeys(texts.values()) if (pattern := _parsed(text))}
-    doubts += ["no pattern describes these names"] if len(patterns) < len(set(texts.values())) else []
-    texts = {uri: text for uri, text in texts.items() if text in patterns}
+    chosen = _choose(nameless, paths)
+    patterns = {text: pattern for text in dict.fromkeys(chosen.texts.values()) if (pattern := _parsed(text))}
     order = sorted(patterns, key=lambda text: -text.count("/"))  # deeper patterns are more specific
     found = {
         uri: match[0]
         for uri, place in places.items()
         if (match := next((m for t in order if (m := patterns[t].match(place))), None))
     }
-    people = {uri: paths[uri][at[0]][at[1]].text for uri, at in chosen.items()}
-    doubts += ["people stand at different places in different paths"] if len(spots) > 1 else []
-    reused = _reused(paths, chosen, people)
-    if apart:  # the first doubt is shown: whoever accepts the guess decides this
-        doubts.insert(0, f"{reused} (if two: {' '.join(f'--participant-from {text!r}' for text in apart)})")
-    doubts += [d for d in (reused, _unproven(people, named, eyes)) if d]
-    if cut := next(((name, last) for uri, name in people.items() if (last := _cut(found.get(uri, ""), name))), None):
-        doubts.insert(0, f"the pattern reads {cut[0]!r} as {cut[1]!r}, and would merge people of one surname")
-    if pair := _two_eyes(set(people.values())):
-        doubts.append(f"{pair[0]!r} and {pair[1]!r} may be eyes of one person; {{participant}}{{eye}} reads them so")
-    # The patterns must give what the guess gave: the user may accept them on the command line.
-    if not doubts and any(found.get(uri) != name for uri, name in people.items()):
-        doubts.append("names are read in more than one way")
+    people = {uri: paths[uri][at[0]][at[1]].text for uri, at in chosen.at.items()}
+    reused = _reused(paths, chosen.at, people)
+    apart = " ".join(f"--participant-from {text!r}" for text in chosen.apart)
+    doubts = [
+        _merged_surnames(people, found),
+        f"{reused} (if two: {apart})" if apart else "",  # whoever accepts the guess decides this
+        *chosen.doubts,
+        "no pattern describes these names" if len(patterns) < len(set(chosen.texts.values())) else "",
+        "people stand at different places in different paths" if len(chosen.spots) > 1 else "",
+        reused,
+        _unproven(people, chosen.named, eyes),
+        _two_eyes(set(people.values())),
+        # The patterns must give what the guess gave: the user may accept them on the command line.
+        "names are read in more than one way" if any(found.get(uri) != name for uri, name in people.items()) else "",
+    ]
+    texts = {uri: text for uri, text in chosen.texts.items() if text in patterns}
     lines = _lines(nameless, texts, found, eyes)
-    guess = Guess(lines, len({found[uri] for uri in nameless if uri in found}), doubts[0] if doubts else "")
-    return found, guess
+    return found, Guess(lines, len({found[uri] for uri in nameless if uri in found}), next(filter(None, doubts), ""))
 
 
-def _cut(participant: str, name: str) -> str:
-    """What a pattern leaves of a name of several words (Meier of Meier_Eva); empty if it is whole."""
-    last = participant.rpartition("/")[2]
-    return last if last != name and name.startswith(last) else ""
+@dataclass(frozen=True)
+class _Choice:
+    """Where each path names its person."""
+
+    at: dict[str, _At] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    """Pattern of each path."""
+    doubts: list[str] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)
+    """Paths in which a word such as `patient` marks the person."""
+    spots: set[tuple[int, int]] = field(default_factory=set)
+    """Depth of the person in the other paths, and number of candidates before it in the same name."""
+    apart: dict[str, None] = field(default_factory=dict)
+    """Patterns that take an id which occurs in several groups for several people."""
 
 
-def _two_eyes(people: Iterable[str]) -> tuple[str, str] | None:
-    """Two ids that are one number with a left and a right eye, as 1OD and 1OS are in `patient 1OD`."""
+def _choose(nameless: Mapping[str, Place], paths: Mapping[str, _Path]) -> _Choice:
+    groups: dict[tuple, list[str]] = defaultdict(list)
+    for uri, path in paths.items():
+        groups[_skeleton(path)].append(uri)
+    roles = _roles([place.names for place in nameless.values()])
+    everywhere = set.intersection(*({s.text for name in path for s in name} for path in paths.values()))
+    chosen = _Choice()
+    for uris in groups.values():
+        own_paths = {uri: paths[uri] for uri in uris}
+        own_roles = roles.get(len(paths[uris[0]]), {})
+        at, doubt, explicit = _person_in(
+            [*own_paths.values()],
+            [nameless[uri].names for uri in uris],
+            len(nameless),
+            everywhere,
+            min(own_roles, default=0),
+        )
+        chosen.doubts.append(doubt)
+        if at is None:
+            continue
+        if explicit:
+            chosen.named.update(uris)
+        else:
+            before = paths[uris[0]][at[0]][: at[1]]
+            chosen.spots.add((at[0], sum(segment.kind in CANDIDATES for segment in before)))
+        chosen.at.update(dict.fromkeys(uris, at))
+        texts, apart = _templates(own_paths, nameless, at, own_roles)
+        chosen.texts.update(texts)
+        chosen.apart.update(dict.fromkeys(apart))
+    return chosen
+
+
+def _merged_surnames(people: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """A doubt, if a pattern leaves one word of a name (Meier of Meier_Eva)."""
+    for uri, name in people.items():
+        last = found.get(uri, "").rpartition("/")[2]
+        if last and last != name and name.startswith(last):
+            return f"the pattern reads {name!r} as {last!r}, and would merge people of one surname"
+    return ""
+
+
+def _two_eyes(people: Iterable[str]) -> str:
+    """A doubt, if two ids are one number with a left and a right eye, as 1OD and 1OS are in `patient 1OD`."""
     first: dict[str, tuple[Laterality, str]] = {}
     for name in sorted(people):
         if (match := re.fullmatch(r"(.*\d)([^\W\d]+)", name)) and (eye := eye_of(match[2])):
             side, other = first.setdefault(plain(match[1]), (eye, name))
             if side != eye:
-                return other, name
-    return None
+                return f"{other!r} and {name!r} may be eyes of one person; {{participant}}{{eye}} reads them so"
+    return ""
 
 
 def _parsed(text: str) -> Pattern | None:
