@@ -1,5 +1,6 @@
 """Find and remove what is not image around and on B-scans: padding, bars and frames, burnt-in marks."""
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -134,9 +135,9 @@ def imaged_rows(bscans: np.ndarray, white: int) -> np.ndarray | None:
     saturated vitreous.
     """
     depth, height, width = bscans.shape
-    found = None
+    found, flat = None, (_flat_rows(bscans, white), _flat_rows(bscans[:, ::-1], white))
     for d, bscan in enumerate(bscans):
-        top, bottom = (np.maximum(_white_rows(b, white), _flat_rows(b, white)) for b in (bscan, bscan[::-1]))
+        top, bottom = (np.maximum(_white_rows(b, white), f[d]) for b, f in zip((bscan, bscan[::-1]), flat, strict=True))
         rows = np.minimum(top + bottom, height)
         share = rows.sum() / (height * width)
         if not 0 < share <= MOST_BESIDE_DARK:
@@ -189,35 +190,52 @@ def _white_rows(bscan: np.ndarray, white: int) -> np.ndarray:
     return np.minimum(maximum_filter1d(edge, 2 * rim + 1), height) if rim else edge
 
 
-def _flat_rows(bscan: np.ndarray, white: int) -> np.ndarray:
-    """int64 [W]: rows at the top of each A-scan that are padding of one grey level."""
-    height, width = bscan.shape
-    found, level = np.zeros(width, np.int64), bscan[0]
+def _flat_rows(bscans: np.ndarray, white: int) -> np.ndarray:
+    """int64 [B, W]: rows at the top of each A-scan that are padding of one grey level."""
+    count, height, width = bscans.shape
+    found, levels = np.zeros((count, width), np.int64), bscans[:, 0]
     # The first rows rule out most B-scans.
-    if height <= LEAST_FLAT or not (bscan[:LEAST_FLAT] == level).all(axis=0).any():
+    some = np.flatnonzero((bscans[:, :LEAST_FLAT] == levels[:, None]).all(axis=1).any(axis=1))
+    if height <= LEAST_FLAT or not some.size:
         return found
     from scipy.ndimage import maximum_filter1d, minimum_filter1d
 
+    levels = levels[some]
+    exact = np.stack([_flat_above(bscans[b], level) for b, level in zip(some, levels, strict=True)])
+    for flat in np.unique(levels[exact >= LEAST_FLAT]):
+        rows = np.where(levels == flat, exact, 0)
+        long = np.flatnonzero((rows >= LEAST_FLAT).any(axis=1))
+        # Runs in a dark vitreous have neighbours without any. The edge of padding goes on where the B-scan ends.
+        beyond = np.pad(rows[long], ((0, 0), (DIP, DIP)), mode="reflect", reflect_type="odd")
+        opened = np.maximum(maximum_filter1d(minimum_filter1d(beyond, DIP), DIP)[:, DIP:-DIP], 0)
+        wedges = opened.sum(axis=1) >= LEAST_WEDGE
+        for b, core in zip(some[long[wedges]], opened[wedges], strict=True):
+            found[b] = np.maximum(found[b], _rows_of_level(bscans[b], _in_parts(core, LEAST_WEDGE), flat, white))
+    return found
+
+
+def _flat_above(bscan: np.ndarray, level: np.ndarray) -> np.ndarray:
+    """int64 [W]: rows at the top of each A-scan that have its `level`; 0 in A-scans of one value."""
     differs = bscan[:FIRST_ROWS] != level
     exact, longer = differs.argmax(axis=0), np.flatnonzero(~differs.any(axis=0))
-    exact[longer] = (bscan[:, longer] != level[longer]).argmax(axis=0)  # 0 in A-scans of one value
-    for flat in np.unique(level[exact >= LEAST_FLAT]):
-        # Runs in a dark vitreous have neighbours without any. The edge of padding goes on where the B-scan ends.
-        beyond = np.pad(np.where(level == flat, exact, 0), DIP, mode="reflect", reflect_type="odd")
-        opened = maximum_filter1d(minimum_filter1d(beyond, DIP), DIP)
-        core = _in_parts(np.maximum(opened[DIP:-DIP], 0), LEAST_WEDGE)
-        columns = np.flatnonzero((core > 0) & (core + BLOCK < height))
-        behind = np.array([bscan[core[columns] + row, columns] for row in range(BLOCK)])
-        off = NEAR_LEVEL * white if flat else 0
-        if not columns.size or (behind != flat).mean() < BEGINS:
-            continue
-        # Behind a vitreous made black lie nerve fibres, behind a margin that cuts the retina off only here and there.
-        darker = flat < behind.mean()
-        if darker and (behind.mean(axis=0) > DIMMEST * bscan[bscan > flat].mean()).mean() >= MOSTLY:
-            continue
-        near = ((bscan < flat - off) | (bscan > flat + off)).argmax(axis=0)
-        found = np.maximum(found, np.where(core > 0, np.minimum(near, core + BLOCK), 0))
-    return found
+    exact[longer] = (bscan[:, longer] != level[longer]).argmax(axis=0)
+    return exact
+
+
+def _rows_of_level(bscan: np.ndarray, core: np.ndarray, flat: int, white: int) -> np.ndarray:
+    """int64 [W]: rows of padding of the grey level `flat`, of which `core` rows have exactly this level; 0 if what is
+    behind them tells that it is no padding."""
+    columns = np.flatnonzero((core > 0) & (core + BLOCK < len(bscan)))
+    behind = np.array([bscan[core[columns] + row, columns] for row in range(BLOCK)])
+    if not columns.size or (behind != flat).mean() < BEGINS:
+        return np.zeros_like(core)
+    # Behind a vitreous made black lie nerve fibres, behind a margin that cuts the retina off only here and there.
+    darker = flat < behind.mean()
+    if darker and (behind.mean(axis=0) > DIMMEST * bscan[bscan > flat].mean()).mean() >= MOSTLY:
+        return np.zeros_like(core)
+    off = NEAR_LEVEL * white if flat else 0
+    near = ((bscan < flat - off) | (bscan > flat + off)).argmax(axis=0)
+    return np.where(core > 0, np.minimum(near, core + BLOCK), 0)
 
 
 def _in_parts(edge: np.ndarray, least: int) -> np.ndarray:
@@ -287,11 +305,11 @@ def _bar(lines: np.ndarray, white: int, dimmest: float) -> int:
 def without_marks(bscans: np.ndarray, white: int) -> np.ndarray:
     """B-scans [B, H, W] without burnt-in scale bars and icons, which have straight lines both ways, and without bright
     rows across; themselves if there are none."""
-    found = None
+    found, bright = None, math.ceil(BAR_LEVEL * white)
     for d, bscan in enumerate(bscans):
-        if (level := _lines(bscan.T, BAR_LEVEL * white)) is None:
+        if (level := _lines(bscan.T, bright)) is None:
             continue
-        rows, boxes = np.flatnonzero(level.mean(axis=0) >= ACROSS), _marks(bscan, level.T, white)
+        rows, boxes = np.flatnonzero(level.mean(axis=0) >= ACROSS), _marks(bscan, level.T, bright)
         if not rows.size and not boxes:
             continue
         found = bscans.copy() if found is None else found
@@ -299,22 +317,23 @@ def without_marks(bscans: np.ndarray, white: int) -> np.ndarray:
             found[d, row - 1 : row + 2] = bscan[row - THIN] / 2 + bscan[row + THIN] / 2
         for mark in boxes:
             box = found[d, *mark]
-            box[_near_bright(box, BAR_LEVEL * white)] = np.median(box)
+            box[_near_bright(box, bright)] = np.median(box)
     return bscans if found is None else found
 
 
-def _near_bright(box: np.ndarray, level: float) -> np.ndarray:
+def _near_bright(box: np.ndarray, level: int) -> np.ndarray:
     """Voxels above a level, and their neighbours, in which JPEG leaves a shade of them."""
     from scipy.ndimage import maximum_filter
 
     return maximum_filter(box, THIN) >= level
 
 
-def _marks(bscan: np.ndarray, level: np.ndarray, white: int) -> list[tuple[slice, slice]]:
-    """Boxes (rows, A-scans) of a B-scan that hold burnt-in marks; `level` are its straight lines along rows."""
+def _marks(bscan: np.ndarray, level: np.ndarray, bright: int) -> list[tuple[slice, slice]]:
+    """Boxes (rows, A-scans) of a B-scan that hold marks, burnt in at or above `bright`; `level` are its straight lines
+    along rows."""
     from scipy import ndimage
 
-    if (upright := _lines(bscan, BAR_LEVEL * white)) is None:
+    if (upright := _lines(bscan, bright)) is None:
         return []
     # Lines end a little before they cross: there neither is thin.
     wide = [np.asarray(ndimage.maximum_filter(lines, 2 * THIN + 1), bool) for lines in (upright, level)]
@@ -324,7 +343,7 @@ def _marks(bscan: np.ndarray, level: np.ndarray, white: int) -> list[tuple[slice
     return [boxes[part - 1] for part in np.unique(parts[np.logical_and(*wide)])]
 
 
-def _lines(bscan: np.ndarray, level: float) -> np.ndarray | None:
+def _lines(bscan: np.ndarray, level: int) -> np.ndarray | None:
     """bool [H, W]: straight thin lines along A-scans at or above a grey level; None if there are none."""
     # A line shows in every fourth row, which rules out nearly all B-scans.
     some = _thin(bscan[::4], level)
@@ -336,8 +355,8 @@ def _lines(bscan: np.ndarray, level: float) -> np.ndarray | None:
     return np.pad(lines, ((0, 0), (THIN, THIN))) if lines.any() else None
 
 
-def _thin(bscan: np.ndarray, level: float) -> np.ndarray:
+def _thin(bscan: np.ndarray, level: int) -> np.ndarray:
     """bool [H, W - 2 THIN]: voxels at or above a grey level that are at least twice as bright as those THIN A-scans
     aside."""
     own = bscan[:, THIN:-THIN]
-    return (own >= level) & (np.maximum(bscan[:, : -2 * THIN], bscan[:, 2 * THIN :]) <= own // 2)
+    return (own >= level) & (np.maximum(bscan[:, : -2 * THIN], bscan[:, 2 * THIN :]) <= own >> 1)
