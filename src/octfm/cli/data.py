@@ -24,7 +24,7 @@ def phantom(
         int, opt.option("N", "Number of participants; both eyes of each are scanned.", min=1, max=10**6)
     ] = 20,
     seed: Annotated[
-        int, opt.option("N", "0-99 for development, 100 and above for reported results.", min=0, max=opt.MAX_SEED)
+        int, opt.option("N", "0-99 for development, 200 and above for new reported results.", min=0, max=opt.MAX_SEED)
     ] = 0,
     size: Annotated[
         str, opt.option("SIZE", "B-scans x rows x columns, or `native` for the size each scanner writes.")

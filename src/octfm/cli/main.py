@@ -36,7 +36,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Self-supervised pretraining on 3-D retinal OCT: from DICOM, vendor and image files to an evaluated encoder.",
+    help="Self-supervised pretraining on 3-D retinal OCT: from DICOM, vendor and image files to an evaluated encoder. "
+    "To begin: octfm segment --sample, then octfm demo --quick.",
 )
 # In the order of `octfm --help`. Verbs import what they call inside the function, so that the help appears at once.
 VERBS = (

@@ -35,7 +35,7 @@ def demo(
         int,
         opt.option(
             "N",
-            "Seed of the phantom cohort and of training; reported results use 100 and above.",
+            "Seed of the phantom cohort and of training; 0-99 are for development.",
             min=0,
             max=opt.MAX_SEED,
         ),

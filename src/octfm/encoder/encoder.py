@@ -56,7 +56,7 @@ AT_RANDOM = " at random initialisation"
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """The frozen encoder of a run (objective.frozen) with the Preprocessing that its weights expect (F15)."""
+    """A frozen encoder, with the Preprocessing that its weights expect: turns scans into vectors or tokens."""
 
     network: VisionTransformer3D
     """A torch module for your own training loop: `forward_features(voxels)`, `feature_map(voxels)`, `num_features`.
@@ -386,8 +386,8 @@ def load_encoder(
     runtime: Runtime | None = None,
     objective: type[ObjectiveConfig] | None = None,
 ) -> Encoder:
-    """The encoder of a run, a checkpoint file, an `octfm finetune` run or an export, on a disk or in a bucket; or of a
-    hub id or a packaged name (octfm.encoder.sources). Without `run`, the packaged encoder.
+    """Load the encoder of a run, a checkpoint file, an `octfm finetune` run or an export, on a disk or in a bucket, or
+    by its name on the hub or among the packaged ones. Without `run`, the packaged encoder.
 
     `run`: "hf://owner/name" is fetched from the Hugging Face hub, "owner/name" is only looked up in the hub's cache.
     `random_init`: with the weights before the first update; a `draw` above 0 uses the run's seed + `draw` instead.

@@ -48,7 +48,7 @@ RENAMED = (
 def load_prototype_encoder(
     path: str | Path, preprocessing: Preprocessing | None = None, *, heads: int | None = None, device: str | None = None
 ) -> Encoder:
-    """The context encoder in a prototype's `.pt`, in float32; it standardises every volume by its own statistics (F15).
+    """Load the context encoder in a prototype's `.pt`, in float32; volumes are standardised by their own statistics.
 
     `preprocessing` defaults to PREPROCESSING. `heads` cannot be read from weights; by default heads are 64 wide. Raises
     CheckpointError naming a tensor that is missing, unknown or of another shape.

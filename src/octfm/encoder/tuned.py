@@ -58,7 +58,7 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class TunedModel:
-    """Encoder, head and the meaning of its outputs; float32."""
+    """A fine-tuned model: encoder, head, and what the outputs of the head mean; computes in float32."""
 
     encoder: Encoder
     head: TaskHead

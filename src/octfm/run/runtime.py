@@ -56,7 +56,7 @@ class RuntimeConfig(Config):
     (FSDP2), for models that do not fit one device; checkpoints are then folders of shards."""
     compile: bool | None = None
     """Compile networks and loss (torch.compile) for steps that are not inspected: the same to rounding. The first such
-    step takes a minute or more; CUDA needs Triton, and both a C or C++ compiler. With `ddp` only. Null: with CUDA, in
+    step takes about a minute; CUDA needs Triton, and both a C or C++ compiler. With `ddp` only. Null: with CUDA, in
     runs of at least 2,000 updates (in each of masks.stages), unless torch cannot compile them or the objective gathers
     statistics."""
     timeout_s: Seconds = 600.0

@@ -213,7 +213,7 @@ class Fit:
 
 
 def load_segmenter(out: str | Location, device: str | torch.device | None = None) -> Segmenter:
-    """The segmenter that `octfm segment` trained into this folder, or into this address in a bucket."""
+    """Load the segmenter that `octfm segment` trained into this folder, or into this address in a bucket."""
     content = checkpoint.load(checkpoint.newest(local_run(out)))
     if "decoder" not in content["config"]:
         raise EvaluationError(f"{out}: expected a run of octfm segment, got one of pretraining or fine-tuning")

@@ -69,7 +69,7 @@ Millimetres = Annotated[float, Field(ge=1e-4, le=10)]
 
 
 class Preprocessing(Config):
-    """Settings, and by calling them the function from Volume to Prepared; recorded in stores and checkpoints."""
+    """How a Volume is prepared: settings, and a function that applies them. Stores and checkpoints record it."""
 
     image_size: tuple[PositiveInt, PositiveInt, PositiveInt] = (64, 384, 384)
     """Prepared voxels [D, H, W]."""
