@@ -38,6 +38,7 @@ def mean(tokens_BMD: Tensor, counts_BM: Tensor) -> Tensor:
 
 def extremes(tokens_BMD: Tensor, counts_BM: Tensor, shares: Sequence[float] = (EXTREMES,)) -> Tensor:
     """[B, 2 D · number of shares]: per channel, the mean of the highest tokens, then of the lowest; share by share.
+    A share of n tokens is rounded up.
 
     A lesion covers few tokens, and the mean over all tokens dilutes it (after WILDCAT, Durand et al., CVPR 2017).
     """

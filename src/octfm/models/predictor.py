@@ -40,7 +40,8 @@ class PredictorConfig(Config):
 
 
 class Predictor(nn.Module):
-    """V-JEPA 2's predictor (arXiv:2506.09985): a narrow transformer over context tokens and positioned mask tokens."""
+    """V-JEPA 2's predictor (arXiv:2506.09985): a narrow transformer over context tokens and mask tokens. Unlike there,
+    a linear map of the cosines and sines of its rotary angles is added to every token."""
 
     def __init__(
         self, config: PredictorConfig, encoder_width: int, goal_width: int, activation_checkpointing: bool = False

@@ -46,12 +46,12 @@ def token_grid(image_size: Shape3, patch_size: Shape3) -> Shape3:
 def token_map(band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_size: Shape3) -> np.ndarray:
     """Padding, background or tissue for every token: uint8 [..., d, h, w].
 
-    band: [..., 2, D, W] upper and lower surface of the tissue band in rows; valid: [..., 2, D, W] first row that holds
-    image and one past the last. A token is tissue when at least TISSUE_SHARE of its voxels lie in the band, and
-    padding when fewer than half of them hold image. If that leaves a narrow scan, such as five B-scans 0.05 mm apart,
-    fewer than two tokens that are not padding, those that hold at least half as much image as the fullest one count
-    as image, so that the run does not stop. Recompute the map after every crop or shift of the voxels, from shifted
-    surfaces. Raises ValueError unless patches tile the volume.
+    band: [..., 2, D, W] upper and lower surface of the tissue band in rows, of which row r covers r to r + 1; valid:
+    [..., 2, D, W] first row that holds image and one past the last. A token is tissue when at least TISSUE_SHARE of its
+    voxels lie in the band, and padding when fewer than half of them hold image. If that leaves a narrow scan, such as
+    five B-scans 0.05 mm apart, fewer than two tokens that are not padding, those that hold at least half as much image
+    as the fullest one count as image, so that the run does not stop. Recompute the map after every crop or shift of
+    the voxels, from shifted surfaces. Raises ValueError unless patches tile the volume.
     """
     d, h, w = token_grid(image_size, patch_size)
     pd, ph, pw = patch_size

@@ -39,7 +39,7 @@ class ViTConfig(Config):
     patch_size: tuple[Side, Side, Side] = (4, 16, 16)
     """Voxels of one token, (B-scan, axial, lateral)."""
     width: int = Field(default=384, ge=8, le=16_384)
-    """Channels of a token, and of a volume's vector."""
+    """Channels of a token, and of a volume's vector if objective.pool is mean."""
     depth: int = Field(default=12, ge=1, le=200)
     """Transformer blocks."""
     heads: int = Field(default=6, ge=1, le=1024)
@@ -136,14 +136,14 @@ def take_tokens(tokens_BND: Tensor, index_BM: Tensor) -> Tensor:
 
 
 def rotary(grid: TokenGrid, index_BM: Tensor, head_width: int) -> Rotary:
-    """Cosines and sines [B, 1, M, k], float32: each axis rotates its own share of the frequency pairs.
+    """Cosines and sines [B, 1, M, k], float32, of a third of the frequency pairs for each axis, in the order (B-scan,
+    axial, lateral); pairs left over are the B-scan axis's.
 
     Wavelengths increase geometrically from two tokens to four times the field of view along their axis, so every pair
     distinguishes positions within the volume and none aliases between neighbours (RoFormer, arXiv:2104.09864, extended
     to 3-D and millimetres).
     """
     pairs = head_width // 2
-    # A third of the pairs for each axis; what is left over goes to the B-scan axis.
     shares = (pairs - 2 * (pairs // 3), pairs // 3, pairs // 3)
     positions = grid.positions_mm(index_BM)
     angles = []

@@ -41,8 +41,8 @@ class AugmentConfig(Config):
     """Largest tilt of the retina in the B-scan plane, either way. A-scans are sheared against each other, as by a beam
     that enters off the centre of the pupil; each stays an A-scan."""
     mirror_unknown: bool = False
-    """Mirror every second volume whose laterality is unknown. Known left eyes lie mirrored in the store already, so
-    that nasal is on one side in all of them; known eyes are never mirrored here."""
+    """Mirror volumes of unknown laterality, each with probability one half. Known left eyes lie mirrored in the store
+    already, so that nasal is on one side in all of them; known eyes are never mirrored here."""
     noise: float = Field(default=0.0, ge=0, le=0.5)
     """Largest standard deviation of noise, the same in dark and bright, as a share of white; drawn for every volume."""
     speckle: float = Field(default=0.0, ge=0, le=1)

@@ -21,10 +21,11 @@ class ScheduleConfig(Config):
     lr_shape: Literal["cosine", "constant"] = "cosine"
     """How the learning rate goes on after the warm-up: down along a cosine, or constant at its peak."""
     weight_decay: float = Field(default=0.05, ge=0, le=100)
-    """AdamW's weight decay, constant over the run."""
+    """AdamW's weight decay, constant over the run; not for biases, norms, single tokens and learned positions."""
     ema_base: float | None = Field(default=None, ge=0, lt=1)
     """Momentum of the target encoder (the teacher) at step 0: the share of its own weights that it keeps in an update;
-    the rest comes from the encoder. null derives it from the run length."""
+    the rest comes from the encoder. null: as much as leaves 5 % of the initial teacher after a quarter of the run, at
+    most 0.999."""
     ema_end: float = Field(default=1.0, gt=0, le=1)
     """Momentum at the end of the run, reached along a cosine. At 1 the target encoder no longer changes."""
 

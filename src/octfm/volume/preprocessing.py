@@ -74,7 +74,8 @@ class Preprocessing(Config):
     image_size: tuple[PositiveInt, PositiveInt, PositiveInt] = (64, 384, 384)
     """Prepared voxels [D, H, W]."""
     target_spacing: tuple[Millimetres, Millimetres, Millimetres] = (0.094, 0.0052, 0.0156)
-    """Millimetres per prepared voxel (z, y, x). Fixed: scans are cropped or padded, never stretched."""
+    """Millimetres per prepared voxel (z, y, x). Fixed: scans are cropped or padded, never stretched. A voxel is the
+    average over its extent along axes where it is coarser than the scan, else interpolated linearly."""
     margin_mm: float = Field(default=MARGIN_MM, ge=0, le=10)
     """The tissue band extends this far above ILM and below BM."""
     center: Literal["fovea", "field"] = "fovea"
@@ -88,7 +89,7 @@ class Preprocessing(Config):
     """Undo axial eye motion before anything is averaged across B-scans."""
     uint16_full_scale: int = Field(default=65535, gt=0, le=65535)
     """The uint16 value that becomes 255. At the default, 65535, each volume's own white is used (`Volume.full_scale`);
-    any other value replaces it."""
+    any other value replaces it. DICOM with BitsStored below 16 is scaled to 16 bits when read: leave it the default."""
     algorithm: Literal[2, 3, 4] = 4
     """Version of the algorithm, raised whenever the same settings would give other voxels or another band.
 

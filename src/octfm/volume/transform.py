@@ -62,7 +62,7 @@ class Transform:
     def to_prepared(self, array_DHW: np.ndarray) -> np.ndarray:
         """Bring a native array (labels) to the prepared frame: the nearest voxel, 0 outside.
 
-        For images, Preprocessing uses area averages instead.
+        For images, Preprocessing uses area averages instead, or linear interpolation where the target is finer.
         """
         self._expect(array_DHW.shape, self.native_shape, "array")
         return self._resample(array_DHW, to_native=False)
