@@ -129,7 +129,10 @@ def fluid(finder: LayerFinder, data: Path) -> list[np.ndarray]:
             f"{dice(ours[part], graders[1][part]):.2f}; area over theirs "
             f"{ours[part].sum() / max(1, graders[0][part].sum()):.2f}, {ours[part].sum() / graders[1][part].sum():.2f}"
         )
-    print(f"DME pooled: {dice(ours, graders[0]):.2f} and {dice(ours, graders[1]):.2f}")
+    print(
+        f"DME pooled: graders {dice(*graders):.2f}, ours {dice(ours, graders[0]):.2f}, {dice(ours, graders[1]):.2f}; "
+        f"area over theirs {ours.sum() / graders[0].sum():.2f}, {ours.sum() / graders[1].sum():.2f}"
+    )
     return [overlay(voxels[d], found, d) for d in (5, 49)]
 
 

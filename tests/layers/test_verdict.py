@@ -383,25 +383,32 @@ def test_a_scan_of_the_optic_disc_has_no_zones_and_says_why():
 
 
 def test_signs_of_an_optic_disc_are_unsure_outer_layers_below_a_sure_ilm():
-    """Not a blink, in which the ILM is unsure as well, and not outer layers that are unsure where a retina is."""
+    """Not a blink, and not outer layers that are unsure where a retina is."""
     found = found_in()
-    place, layers = found.place(), found.found
+    place, layers, lit = found.place(), found.found, np.zeros(25, bool)
     x, y = np.meshgrid(np.linspace(-3, 3, 120), np.linspace(-3, 3, 25))
     here = np.hypot(x, y) < 0.9
 
-    def seen(ilm: float = 0.98, outer: float = 0.7, present: float = 0.6, disorder_um: float = 20.0) -> bool:
+    def seen(
+        ilm: float = 0.98,
+        outer: float = 0.7,
+        present: float = 0.6,
+        disorder_um: float = 20.0,
+        dark: np.ndarray = lit,
+    ) -> bool:
         near, there, disorder = layers.near.copy(), layers.present.copy(), layers.disorder_um.copy()
         near[0, here], near[5:8, here], there[here], disorder[here] = ilm, outer, present, disorder_um
-        return shows_disc(replace(layers, near=near, present=there, disorder_um=disorder), place, (0.0, 0.0))
+        return shows_disc(replace(layers, near=near, present=there, disorder_um=disorder), place, (0.0, 0.0), dark)
 
     assert seen()
     assert not seen(present=1.0) and not seen(outer=0.9) and not seen(ilm=0.6) and not seen(disorder_um=1.0)
-    assert not shows_disc(layers, place, (0.0, 0.0)) and not shows_disc(layers, place, (50.0, 0.0))
+    assert not seen(dark=here.any(axis=1)), "in a blink the network may be sure of anything"
+    assert not shows_disc(layers, place, (0.0, 0.0), lit) and not shows_disc(layers, place, (50.0, 0.0), lit)
     near, there, disorder = layers.near.copy(), layers.present.copy(), layers.disorder_um.copy()
     here = np.hypot(x - 1.8, y) < 0.9
     near[5:8, here], there[here], disorder[here] = 0.5, 0.6, 20.0
     beside = replace(layers, near=near, present=there, disorder_um=disorder)
-    assert shows_disc(beside, place, (1.8, 0.0)) and not shows_disc(beside, place, (0.0, 1.8))
+    assert shows_disc(beside, place, (1.8, 0.0), lit) and not shows_disc(beside, place, (0.0, 1.8), lit)
 
 
 def test_a_wide_field_is_believed_where_the_disc_is_seen_at_its_place(scan):

@@ -347,7 +347,7 @@ class ScanSegmentation(Segmentation):
             grid = measure_around(place.to_mm(*self.corrections.fovea), thickness, place, laterality, "fovea")
         else:
             grid = measure_grid(thickness, place, laterality, pit_map_um=inner)
-        if not keep_doubtful and shows_disc(self.found, place, grid.centre_mm):
+        if not keep_doubtful and shows_disc(self.found, place, grid.centre_mm, dark_bscans(self.volume)):
             raise EvaluationError(
                 f"{self.volume.source}: the optic disc lies where the fovea should be; the grid needs a scan of the "
                 "macula"

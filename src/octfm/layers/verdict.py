@@ -269,19 +269,20 @@ def atrophy_um(found: Layers, spacing_mm: Spacing3) -> np.ndarray:
     return ATROPHY_SHARE * np.clip(thin_um, 0, None)
 
 
-def shows_disc(found: Layers, place: Field, centre_mm: tuple[float, float]) -> bool:
+def shows_disc(found: Layers, place: Field, centre_mm: tuple[float, float], dark: np.ndarray) -> bool:
     """Whether the optic disc lies at a place (x, y) on the fundus where the fovea is expected.
 
     EZ and RPE end at the rim of the disc, the ILM does not. So within DISC_MM the network is sure of the ILM, but not
-    of EZ and RPE, whose order is wrong, nor whether there is a retina. After a blink it is not sure of the ILM either,
-    so that a blink is not taken for a disc.
+    of EZ and RPE, whose order is wrong, nor whether there is a retina. It may say the same of a blink, so B-scans that
+    are `dark` (bool [D]) do not count.
     """
     axis = np.arange(-DISC_MM, DISC_MM + DISC_STEP_MM / 2, DISC_STEP_MM)
     x, y = np.meshgrid(axis, axis)
     inside = np.hypot(x, y) <= DISC_MM
 
     def mean(values_DW: np.ndarray) -> np.ndarray:
-        values = sample(values_DW, place, centre_mm[0] + x[inside], centre_mm[1] + y[inside])
+        seen_DW = np.where(dark[:, None], np.nan, values_DW)
+        values = sample(seen_DW, place, centre_mm[0] + x[inside], centre_mm[1] + y[inside])
         return np.asarray(np.nanmean(values) if np.isfinite(values).any() else np.nan)
 
     return bool(_is_disc(*map(mean, _disc_signs(found))))
