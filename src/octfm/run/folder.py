@@ -25,6 +25,7 @@ from octfm.run.bucket import BucketRun, mirror_of
 from octfm.run.checkpoint_files import put_back, set_aside, strangers
 from octfm.run.runtime import Runtime, environment
 from octfm.store.store import Store
+from octfm.version import __version__
 
 FORMAT, VERSION = "octfm-run", 1
 LOCK = "run.lock"
@@ -227,8 +228,9 @@ class RunFolder:
     def record_environment(self, now: Mapping[str, str]) -> list[str]:
         """Write the software and hardware to run.json. Returns a text for each change that alters a run's last
         digits."""
-        before = self.record.get("environment", {})
-        self.write_record(environment=now)
+        before = self.record.get("environment")
+        before = before if isinstance(before, dict) else {}
+        self.write_record(environment=now, octfm=__version__)
         counts = now.keys() & before.keys() - {"python", "precision"}
         changed = [name for name in now if name in counts and before[name] != now[name]]
         return [f"{name} {now[name]} (before: {before[name]})" for name in changed]
@@ -262,6 +264,11 @@ class Resumable(Protocol):
         """Updates made."""
         ...
 
+    @property
+    def finished(self) -> bool:
+        """Whether no update is left to make."""
+        ...
+
     def restore(self, content: dict[str, Any] | None, source: Path) -> None:
         """Take the state of a checkpoint, on all ranks; rank 0 has read its `content`, which is None on the others."""
 
@@ -284,7 +291,10 @@ def resume(run: RunFolder, training: Resumable, echo: Echo) -> bool:
         training.restore(content, path)
     # Only now: settings that do not fit the checkpoint are refused, and must leave the run as it was.
     training.runtime.first(lambda: run.record_override(training.step, echo))
-    changes = training.runtime.first(lambda: run.record_environment(environment(training.runtime)))
+    # Of a finished run they stay those that it was trained with.
+    changes: list[str] = []
+    if path is None or not training.finished:
+        changes = training.runtime.first(lambda: run.record_environment(environment(training.runtime)))
     if path is None:
         return False
     echo(f"resuming {run.path} after {training.step} updates")

@@ -130,7 +130,6 @@ def _finetune(
     counts = [len(part) for part in parts]
     identity = Identity(FINE_TUNING, config, store.fingerprint, data, encoder=named, counts=counts)
     with open_run(out, identity, runtime, echo=echo) as run, Interruption() as interruption:
-        runtime.first(lambda: run.write_record(octfm=__version__))
         model = TaskModel(config, encoder, len(task.cases.classes or ()) or 1)
         source: Source = Live(encoder, store, config)
         if config.frozen:
