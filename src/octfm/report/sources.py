@@ -22,6 +22,13 @@ from octfm.store.store import Store
 from octfm.tasks.scene import Scene, load_scenes
 from octfm.volume.volume import eye_id_of
 
+_OF_RECORD: dict[str, type] = {
+    "command": str, "data": str, "started": str, "environment": dict, "git": dict, "parameters": dict, "store": dict,
+    "inherited_participants": int, "inherited_unknown": int,
+}  # fmt: skip
+"""Keys of run.json that reports and cards look into -> type."""
+_KINDS = {str: "text", dict: "an object", int: "a whole number"}
+
 
 @dataclass(frozen=True, eq=False)
 class Sources:
@@ -104,7 +111,7 @@ def gather(run: Path, catalog: str | Location | None = None, store: str | Locati
         prepared = prepared.with_rows(tuple(volumes))
     return Sources(
         run=run,
-        record=_json(run / "run.json"),
+        record=_record(run / "run.json"),
         config=config.read_text("utf-8") if config.is_file() else None,
         train=[row for row in rows if row.get("kind") == "train"],
         validation=[row for row in rows if row.get("kind") == "validation"],
@@ -165,6 +172,15 @@ def _outdated(probe: dict[str, Any] | None, run: Path) -> str:
     if (names := before_newest(embeddings[0].get("encoder", ""), run)) is None:
         return ""
     return f"The probe is of {names[0]}, and the run's newest checkpoint is {names[1]}: embed and probe it again."
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """run.json; what is null is not stated. Raises EvaluationError."""
+    record = {key: value for key, value in _json(path).items() if value is not None}
+    for key, kind in _OF_RECORD.items():
+        if not isinstance(record.get(key, kind()), kind):
+            raise EvaluationError(f"{path}: {key} is not {_KINDS[kind]}; the file was edited, restore it from a copy")
+    return record
 
 
 def _json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
