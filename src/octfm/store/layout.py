@@ -97,6 +97,9 @@ class Unprepared:
     code: str
     sentence: str
 
+    def __repr__(self) -> str:
+        return brief("Unprepared", self.code, readable(self.scanner))
+
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
