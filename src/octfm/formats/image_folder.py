@@ -11,7 +11,16 @@ import numpy as np
 from octfm.errors import ReadError
 from octfm.formats import heyex_xml
 from octfm.formats.bscans import OR_SINGLE, Bscans, uid_from
-from octfm.formats.images import MAGIC, digest_of, expect_gray, image_size, several_pages, significant_bits, stack_gray, stated_mm
+from octfm.formats.images import (
+    MAGIC,
+    digest_of,
+    expect_gray,
+    image_size,
+    several_pages,
+    significant_bits,
+    stack_gray,
+    stated_mm,
+)
 from octfm.formats.names import may_be_labels
 from octfm.formats.reasons import ZARR_FILES, zarr_array
 from octfm.io.archive import file_size, list_folder, open_file, split_uri

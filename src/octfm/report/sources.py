@@ -1,6 +1,5 @@
 """All data of reports and cards, read from a run folder, its catalog and its store."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +13,7 @@ from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.ids import under_one_id
 from octfm.errors import EvaluationError
-from octfm.io.location import Location
+from octfm.io.location import Location, from_json
 from octfm.run.checkpoint_files import before_newest
 from octfm.run.tracking import read_metrics
 from octfm.store.layout import StoreRow, Unprepared
@@ -75,10 +74,10 @@ def is_pretraining(run: Location) -> bool:
 def _verb(run: Location) -> str | None:
     """The verb that made a run folder; None without a run.json."""
     try:
-        record = json.loads((run / "run.json").read_text("utf-8"))
+        record = from_json((run / "run.json").read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):  # the latter if `run` is a file, such as a checkpoint
         return None
-    except (ValueError, RecursionError):
+    except ValueError:
         return "pretrain"  # `gather` raises an error that names the damage
     return record.get("kind", "pretrain") if isinstance(record, dict) else "pretrain"
 
@@ -185,8 +184,8 @@ def _record(path: Path) -> dict[str, Any]:
 
 def _json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
+        values = from_json(path.read_text("utf-8"))
+    except ValueError as error:
         raise EvaluationError(
             f"{path}: not valid JSON ({error}); the file was edited or cut off, create it again"
         ) from None

@@ -19,7 +19,7 @@ import numpy as np
 from octfm.config import Config, dump, flat, read_yaml
 from octfm.errors import CheckpointError, ConfigError, Echo, shown
 from octfm.io.hashing import hash_text
-from octfm.io.location import BucketPath, Location, location, lock, write_whole
+from octfm.io.location import BucketPath, Location, from_json, location, lock, write_whole
 from octfm.run import checkpoint, checkpoint_files
 from octfm.run.bucket import BucketRun, mirror_of
 from octfm.run.checkpoint_files import put_back, set_aside, strangers
@@ -102,7 +102,7 @@ class RunFolder:
         """run.json: what was run, on what, with which code."""
         path = self.path / "run.json"
         try:
-            facts = json.loads(path.read_text("utf-8"))
+            facts = from_json(path.read_text("utf-8"))
             if not isinstance(facts, dict) or not isinstance(facts.get("participant_key"), str):
                 raise ValueError("it lacks participant_key")
             return facts
@@ -242,7 +242,7 @@ class RunFolder:
     def noted_memory(self) -> int | None:
         """What `note_memory` wrote last; None if it was never called. Raises CheckpointError if the file is damaged."""
         try:
-            return int(json.loads((self.path / "memory.json").read_text("utf-8"))["micro_batch"])
+            return int(from_json((self.path / "memory.json").read_text("utf-8"))["micro_batch"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError) as error:

@@ -125,7 +125,8 @@ def prepare(
         tasks = _missing(writer, included, locations or {})
         if other is not None and tasks and progress:
             taken = sum(task.acquisition.sop_instance_uid in reusable for task in tasks)
-            say(f"{taken:,} of {number(len(tasks), 'volume')} taken over from {other.path}, unless damaged or doubtful there")
+            of = f"{taken:,} of {number(len(tasks), 'volume')}"
+            say(f"{of} taken over from {other.path}, unless damaged or doubtful there")
         outdated = {a.sop_instance_uid for a in catalog.acquisitions}
         writer.keep_unprepared(lambda u: u.acquisition not in outdated)
         run = functools.partial(
