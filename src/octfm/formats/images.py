@@ -300,6 +300,8 @@ def _expect_one_stack(image: "Image", pages: int, uri: str) -> None:
     if shape := _word(r'^\{"shape": \[([\d, ]+)\]', text):  # tifffile
         found = f"an array of {shape}"
         sizes = [size for n in shape.split(",") if (size := int(n)) > 1][: -3 if samples > 1 else -2]
+        if '"truncated": true' in text:  # one page of all
+            fewest = max(fewest, prod(sizes))
     else:
         if text.startswith("ImageJ="):
             fewest = max(fewest, int(_word(r"\bimages=(\d+)", text) or 1))
