@@ -100,7 +100,10 @@ def test_a_second_ctrl_c_does_not_leave_a_child_at_work_to_answer_the_next_reque
 
 @pytest.mark.parametrize(
     ("ends", "said"),
-    [("os.kill(os.getpid(), 9)", "memory runs out; free memory"), ("os._exit(3)", "exit status 3; see the lines above")],
+    [
+        ("os.kill(os.getpid(), 9)", "memory runs out; free memory"),
+        ("os._exit(3)", "exit status 3; see the lines above"),
+    ],
 )
 def test_a_child_that_ends_as_it_starts_is_named_with_advice_that_helps(monkeypatch, ends, said):
     """One that was killed has printed nothing, and there were no lines above."""
