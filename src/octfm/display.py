@@ -225,10 +225,11 @@ def drawing(style: Mapping[Any, Any]) -> Iterator[None]:
         yield
 
 
-def markdown(text: str) -> str:
-    """One line that neither ends a cell of a Markdown table nor opens an HTML element, whatever the text contains."""
+def markdown(text: str, links: bool = False) -> str:
+    """One line that neither ends a cell of a Markdown table nor opens an HTML element, whatever the text contains; nor
+    a link, an image or emphasis, unless `links`, for what the card's author states."""
     text = one_line(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return text.replace("|", "\\|")
+    return re.sub(r"[|]" if links else r"[\\`*\[\]|]", r"\\\g<0>", text)
 
 
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")

@@ -96,6 +96,10 @@ class EvaluationError(OctfmError):
         self.public = public
 
 
+class UnknownColumn(EvaluationError):
+    """A label column that was named, and that neither scans nor table have."""
+
+
 class CorrectionsError(EvaluationError):
     """Corrections by hand of another scan or network, or not as the viewer saves them."""
 

@@ -615,6 +615,17 @@ def test_other_millimetres_that_only_a_table_states_of_a_copy_are_said(tmp_path,
     assert [a.uri for a in catalog if "copy_contradicts" in a.flags] == [str(tmp_path / "a.npy")]
 
 
+def test_other_millimetres_under_another_uid_are_said_when_pixels_are_read(tmp_path):
+    voxels = np.random.default_rng(0).integers(0, 255, (4, 32, 36), dtype=np.uint8)
+    for name, dx in (("a", 0.0115), ("b", 0.02)):
+        file = tmp_path / f"{name}.dcm"
+        write_oct_dicom(file, voxels, (0.12, 0.0039, dx), participant="1001", sop_instance_uid=f"1.2.{dx}")
+    catalog = scan(tmp_path, workers=0, pixels=True)
+    (kept,), (copy,) = catalog.acquisitions, catalog.rejects
+    assert copy.code == "duplicate_pixels" and "copy_contradicts" in kept.flags
+    assert "but with 0.02 mm per column instead of 0.0115; find out which is right" in copy.sentence
+
+
 def test_every_copy_that_contradicts_says_so(tmp_path):
     write_tree(tmp_path, [f"{person}/{label}/a.npz" for person in range(2000, 2004) for label in ("amd", "cnv", "dme")])
     for label in ("cnv", "dme"):

@@ -276,6 +276,9 @@ def test_a_mask_of_tokens_is_not_taken_for_their_places(encoder, store):
     for wrong in (tissue, places[0], places.float()):
         with pytest.raises(ConfigError, match=r"expected places, flat grid indices int64 \[B, M\], got torch"):
             encoder.network.forward_features(voxels, wrong)
+    for outside in (-1, encoder.network.grid.size):  # -1 was taken for the last
+        with pytest.raises(ConfigError, match=rf"expected places, flat grid indices from 0 to \d+, got .*{outside}"):
+            encoder.network.forward_features(voxels, torch.tensor([[0, outside]] * 2))
 
 
 def test_a_device_of_torch_is_a_device(tmp_path):

@@ -235,6 +235,10 @@ def test_runs_are_probed_on_the_same_participants_and_a_twin_is_equal(tmp_path):
     done = invoke("compare", run, twin, "--labels", labels, "--target", "brightness", "--out", tmp_path / "c.html")
     assert done.exit_code == 0 and done.output.count("vectors of step-00000001.pt; the newest checkpoint") == 1
     assert [[row[c] for c in columns] for row in own] == [[row[c] for c in columns] for row in folded["results"]]
+    for mistyped in ("--order=brightnes=low,middle,high", "--target=brightnes"):
+        done = invoke("compare", run, twin, "--labels", labels, mistyped, "--out", tmp_path / "d.html")
+        assert done.exit_code == 1 and "no label column brightnes; did you mean brightness?" in str(done.exception)
+    assert not (tmp_path / "d.html").exists(), "a mistyped column is an error, not a page without intervals"
 
 
 def test_grades_that_the_runs_were_probed_with_are_grades_in_the_comparison(tmp_path):

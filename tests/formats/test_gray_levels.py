@@ -195,6 +195,26 @@ def test_ome_written_by_tifffile_in_micrometres_is_read(tmp_path):
     assert read_header(tmp_path / "a.ome.tif").spacing_mm == pytest.approx(SPACING_MM, rel=1e-6)
 
 
+def test_ome_files_of_single_bscans_state_millimetres_as_one_of_many_pages_does(tmp_path):
+    import tifffile
+
+    um = {f"PhysicalSize{axis}": 1000 * mm for axis, mm in zip("YX", SPACING_MM[1:], strict=True)}
+    for depth_um in (1000 * SPACING_MM[0], None):
+        folder = tmp_path / f"oct {depth_um}"
+        folder.mkdir()
+        stated = um | ({} if depth_um is None else {"PhysicalSizeZ": depth_um})
+        for at, bscan in enumerate(GRAY):
+            tifffile.imwrite(folder / f"{at}.ome.tif", bscan, ome=True, metadata={"axes": "YX", **stated})
+        expected = None if depth_um is None else pytest.approx(SPACING_MM, rel=1e-6)
+        assert read_header(folder).spacing_mm == expected
+        single = read_header(folder / "3.ome.tif", layouts=("line",))
+        assert single.spacing_mm is not None and single.spacing_mm[1:] == pytest.approx(SPACING_MM[1:], rel=1e-6)
+    tifffile.imwrite(folder / "3.ome.tif", GRAY[3], ome=True, metadata={"axes": "YX", **um, "PhysicalSizeX": 9.0})
+    with pytest.raises(ReadError, match=r"0\.ome\.tif and 3\.ome\.tif state different millimetres") as refused:
+        read_header(folder)
+    assert refused.value.code == "mixed_images"
+
+
 @pytest.mark.parametrize("word", ["pixel", "", "deg", "reference frame", "furlong"])
 def test_what_is_no_length_is_never_millimetres(word):
     assert to_mm(word) == 0

@@ -120,10 +120,11 @@ def test_pages_written_one_by_one_and_gray_saved_as_colour_are_one_volume(tmp_pa
 
 
 def test_bscans_behind_the_only_page_are_not_left_out(tmp_path):
-    """ImageJ writes one page for files of more than 4 GB, and tifffile a single one of depth 5."""
+    """ImageJ writes one page for files of more than 4 GB, tifffile a single one of depth 5, or of five (`truncate`)."""
     tifffile.imwrite(tmp_path / "deep.tif", VOXELS, volumetric=True, tile=(5, 16, 16))
     tifffile.imwrite(tmp_path / "large.tif", VOXELS[0], description="ImageJ=1.54f\nimages=5\nslices=5\n", metadata=None)
-    for path in (tmp_path / "deep.tif", tmp_path / "large.tif"):
+    tifffile.imwrite(tmp_path / "truncated.tif", VOXELS, truncate=True)
+    for path in (tmp_path / "deep.tif", tmp_path / "large.tif", tmp_path / "truncated.tif"):
         with pytest.raises(ReadError, match="states 5 images and has 1") as refused:
             read_header(path, layouts=("line",))
         assert refused.value.code == "frame_count_mismatch"

@@ -98,6 +98,20 @@ def test_a_second_ctrl_c_does_not_leave_a_child_at_work_to_answer_the_next_reque
     assert run(str.upper, ["a", "b"]) == ["A", "B"]
 
 
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ("os.kill(os.getpid(), 9)", "memory runs out; free memory"),
+        ("os._exit(3)", "exit status 3; see the lines above"),
+    ],
+)
+def test_a_child_that_ends_as_it_starts_is_named_with_advice_that_helps(monkeypatch, ends, said):
+    """One that was killed has printed nothing, and there were no lines above."""
+    monkeypatch.setattr(isolation, "_START", f"import os; {ends}")
+    with pytest.raises(ConfigError, match=said):
+        isolation._Child(2**30)
+
+
 def test_ctrl_c_while_a_child_starts_prints_no_traceback(monkeypatch, capfd):
     release()  # idle children of other tests have started already
     # The handler of a terminal: in a job of the background children inherit that SIGINT is ignored.

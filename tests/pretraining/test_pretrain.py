@@ -163,10 +163,20 @@ def test_F18_a_resume_on_other_hardware_says_so(store, tmp_path):
     quick_pretrain(config(steps=1), store, run, echo=said.append)
     assert not any("rounding" in line for line in said)
     elsewhere = {**record["environment"], "kernels": "ZVECTOR", "threads": "96", "python": "3.0"}
-    (run / "run.json").write_text(json.dumps(record | {"environment": elsewhere}))
+    before = record | {"environment": elsewhere, "octfm": "0.1"}
+    (run / "run.json").write_text(json.dumps(before))
     quick_pretrain(config(steps=1), store, run, echo=said.append)
+    assert json.loads((run / "run.json").read_text()) == before, "it had finished, so nothing was trained here"
+    assert not any("rounding" in line for line in said)
+    quick_pretrain(config(steps=2), store, run, override=True, echo=said.append)
     (line,) = (line for line in said if "rounding" in line)
     assert f"kernels {record['environment']['kernels']} (before: ZVECTOR), threads " in line and "python" not in line
+    now = json.loads((run / "run.json").read_text())
+    assert {name: now[name] for name in ("environment", "octfm")} == {
+        name: record[name] for name in ("environment", "octfm")
+    }
+    (run / "run.json").write_text(json.dumps(now | {"environment": None}))
+    quick_pretrain(config(steps=3), store, run, override=True, echo=quiet)
     assert json.loads((run / "run.json").read_text())["environment"] == record["environment"]
 
 

@@ -21,6 +21,7 @@ from octfm.encoder.embeddings import of_store, read_embeddings
 from octfm.errors import ConfigError, EvaluationError
 from octfm.evaluation.probe import probe, write_probe
 from octfm.evaluation.results import Result, read_result
+from octfm.store.layout import Unprepared
 from octfm.store.store import Store
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Surfaces
@@ -103,6 +104,8 @@ def objects(store, result):
         "grid": found_in().etdrs(),
         "acquisition": catalog().acquisitions[0],
         "row": store.rows[0],
+        "reject": catalog().rejects[0],
+        "unprepared": Unprepared(SECRET, f"{SECRET}.dcm", "topcon_triton", "unreadable", f"{SECRET}.dcm: cut"),
         "layers": found_in().found,
         "surfaces": Surfaces(("ILM", "BM"), np.zeros((2, 4, 9), np.float32), 0.004, source=SECRET),
         "result": result,

@@ -317,7 +317,7 @@ def test_a_damaged_quarantine_list_is_named(own):
         own.unprepared()
 
 
-@pytest.mark.parametrize("damaged", ["{}", "[1]", '"text"', "7", ""])
+@pytest.mark.parametrize("damaged", ["{}", "[1]", '"text"', "7", "", "[" * 100_000], ids=lambda text: text[:6])
 def test_a_damaged_row_is_named_by_its_line(own, damaged):
     file = own.path / "rows.jsonl"
     lines = file.read_text().splitlines(keepends=True)

@@ -556,8 +556,11 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
     )
     shaky = [{**c, "verdict": "better", "p_holm": 0.2} if c["planned"] else c for c in result["comparisons"]]
     assert "better, not after Holm" in to_markdown({**result, "comparisons": shaky})
-    odd = {**result, "results": [{**r, "encoder": r["encoder"].replace("run", "a|<b>")} for r in result["results"]]}
-    assert "| a\\|&lt;b&gt; | frozen |" in to_markdown(odd)
+    odd = {
+        **result,
+        "results": [{**r, "encoder": r["encoder"].replace("run", "a|<b>![x](y)")} for r in result["results"]],
+    }
+    assert "| a\\|&lt;b&gt;!\\[x\\](y) | frozen |" in to_markdown(odd)
     text = to_markdown(result)
     assert "| covariates | baseline |" in text and "36 test participants" in text
     assert "95 % intervals over participants. Guessing gives auroc 0.5, balanced_accuracy 0.333" in text

@@ -19,6 +19,7 @@ from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Volume
 from support.dicom_files import write_oct_dicom
+from support.store_samples import content
 from support.vendor_files import write_images
 
 SIZE = (8, 200, 160)
@@ -141,6 +142,23 @@ def test_an_array_of_another_order_is_set_aside_until_its_axes_are_declared(tmp_
     assert {r.code for r in looked.rejects} == {"unknown_axes"}
     store = prepare(scan(tmp_path / "oct", **options), tmp_path / "a", ROUGH, workers=0, progress=False)
     assert len(store) == 1 and {u.code for u in store.unprepared()} == {"unknown_axes"}
+    (tmp_path / "oct" / "P1002.json").write_text('{"upside_down": false}')
+    assert [a.participant for a in scan(tmp_path / "oct", pixels=True, **options).acquisitions] == ["P1000", "P1002"]
+
+
+@pytest.mark.parametrize("wrong", [turned, lambda voxels: voxels.transpose(0, 2, 1)])
+def test_a_store_from_before_a_check_passes_it_before_its_volumes_are_reused(tmp_path, eyes, wrong, monkeypatch):
+    for n, volume in enumerate([eyes[0], replace(eyes[1], voxels=wrong(eyes[1].voxels)), eyes[2]]):
+        write(tmp_path / "oct" / f"p{n}.dcm", volume, upside_down=False)
+    catalog = scan(tmp_path / "oct", workers=0)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("octfm.store.prepare.doubtful_way_up", lambda *_: ())
+        before = prepare(catalog, tmp_path / "before", ROUGH, workers=0, progress=False)
+    assert len(before) == 3
+    store = prepare(catalog, tmp_path / "now", ROUGH, workers=0, progress=False)
+    reused = prepare(catalog, tmp_path / "reused", ROUGH, workers=0, progress=False, reuse=before)
+    assert len(store.unprepared()) == 1 and reused.unprepared() == store.unprepared()
+    assert content(reused.folder) == content(store.folder)
 
 
 def test_prepare_and_a_look_at_pixels_set_an_upside_down_scan_aside(tmp_path, eyes):

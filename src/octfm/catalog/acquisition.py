@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from octfm.catalog.participants.splits import Split
-from octfm.display import EYES, brief, readable, times
+from octfm.display import EYES, brief, number, readable, times
 from octfm.errors import ReadError
 from octfm.formats.reasons import REASONS
 from octfm.io.archive import file_size
@@ -169,6 +169,9 @@ class Reject:
     bytes: int
     refers_to: str = ""
     """SOP Instance UID of the volume that these layer heights belong to, or that this file is a copy of."""
+
+    def __repr__(self) -> str:
+        return brief("Reject", self.code, number(self.bytes, "byte"))
 
     @staticmethod
     def of(uri: str | Location, error: ReadError, size: int | None = None) -> "Reject":

@@ -18,7 +18,7 @@ from octfm.display import box, brief, counted, data_frame, number, with_labels
 from octfm.errors import OctfmError, reason_of
 from octfm.formats.reasons import REASONS
 from octfm.io.hashing import hash_text
-from octfm.io.location import BucketPath, Location, location, replacing
+from octfm.io.location import BucketPath, Location, from_json, location, replacing
 from octfm.io.parquet import from_parquet, to_parquet
 from octfm.volume.volume import Laterality
 
@@ -355,7 +355,7 @@ def _read_parquet(path: Location) -> tuple[list[dict[str, Any]], dict[str, Any]]
         raise CatalogError(f"{path}: no such file; make it with: octfm scan FOLDER") from None
     except (OSError, pa.ArrowException) as error:
         raise CatalogError(f"{path}: damaged ({reason_of(error, 120)}); scan again") from error
-    facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
+    facts = from_json((table.schema.metadata or {}).get(b"octfm", b"{}"))
     if facts.get("format") != FORMAT or facts.get("version") != VERSION:
         found = f"{facts.get('format', 'another parquet file')} version {facts.get('version', '?')}"
         raise CatalogError(f"{path}: expected {FORMAT} version {VERSION}, got {found}; scan again with this octfm")
@@ -365,5 +365,5 @@ def _read_parquet(path: Location) -> tuple[list[dict[str, Any]], dict[str, Any]]
 def _acquisition(row: dict[str, Any]) -> Acquisition:
     d, h, w = row.pop("shape")
     z, y, x = row.pop("spacing_mm")
-    labels, flags = json.loads(row.pop("participant_labels")), tuple(row.pop("flags"))
+    labels, flags = from_json(row.pop("participant_labels")), tuple(row.pop("flags"))
     return Acquisition(shape=(d, h, w), spacing_mm=(z, y, x), participant_labels=labels, flags=flags, **row)

@@ -187,7 +187,7 @@ def compare_copies(
         copy, first = copy_of.get(reject.uri), filed.get(header.sop_instance_uid)
         if copy and first and reject.code == "duplicate_sop_uid":
             filing = filed_otherwise(copy, first)
-            described = _described_otherwise(copy, first)
+            described = described_otherwise(copy, first)
             if {header.superior_first, header_of[first.uri].superior_first} == {True, False}:
                 described.append("its B-scans in the other order")
             differences = [*filing.values(), *described]
@@ -228,7 +228,7 @@ def doubted(a: Acquisition, names: Collection[str]) -> Acquisition:
     return a
 
 
-def _described_otherwise(copy: Acquisition, first: Acquisition) -> list[str]:
+def described_otherwise(copy: Acquisition, first: Acquisition) -> list[str]:
     """Which millimetres header, sidecar or table state of the copy instead of the kept file's."""
     # Stated of neither file, or only of one.
     if not {copy.spacing_source, first.spacing_source}.isdisjoint(("nominal", "estimated")):

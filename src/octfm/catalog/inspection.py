@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from octfm.catalog.acquisition import Acquisition, Reject
-from octfm.catalog.duplicates import OF_TWO, describe_copy, doubted, filed_otherwise, first_filed, flagged
+from octfm.catalog.duplicates import (
+    CONTRADICTS,
+    OF_TWO,
+    describe_copy,
+    described_otherwise,
+    doubted,
+    filed_otherwise,
+    first_filed,
+    flagged,
+)
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
@@ -56,8 +65,11 @@ def inspect_pixels(
             kept[acquisition.uri], seen[acquisition.uri] = acquisition, outcome
             continue
         differences, original = filed_otherwise(acquisition, first), ""
-        code, sentence = describe_copy(acquisition, first, [*differences.values()])
+        described = described_otherwise(acquisition, first)
+        code, sentence = describe_copy(acquisition, first, [*differences.values(), *described])
         kept[first.uri] = doubted(kept[first.uri], differences)
+        if described:
+            kept[first.uri] = flagged(kept[first.uri], CONTRADICTS)
         if code == OF_TWO:
             original = first.sop_instance_uid
             pairs.append((acquisition.participant, first.participant))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octfm.cli import options as opt
-from octfm.errors import ConfigError, EvaluationError, ReadError
+from octfm.errors import ConfigError, EvaluationError, ReadError, UnknownColumn
 
 if TYPE_CHECKING:
     from octfm.io.isolation import Limits
@@ -85,6 +85,8 @@ def compare(
             older = (older_vectors(run, run / "embeddings" / "pretrained.parquet") for run in runs)
             remarks += filter(None, older)
         except EvaluationError as error:
+            if isinstance(error, UnknownColumn) and not remarks:
+                raise  # mistyped; not the column of a table that the runs do not share
             # Not the whole error, which names paths and acquisitions: the page may be passed on.
             reason = error.public or "The runs could not be probed together."
             remarks.append(f"without paired intervals: {error}")

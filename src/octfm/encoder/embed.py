@@ -14,7 +14,7 @@ import torch
 from octfm.encoder.encoder import AT_RANDOM, Encoder, load_encoder
 from octfm.errors import Echo, EvaluationError, shown
 from octfm.io.hashing import hash_text
-from octfm.io.location import Location, expect_writable, local_path, location, write_whole
+from octfm.io.location import Location, expect_writable, from_json, local_path, location, write_whole
 from octfm.io.parquet import from_parquet, to_parquet
 from octfm.io.progress import Progress
 from octfm.run.bucket import local_run
@@ -250,7 +250,7 @@ def facts_of(path: Location) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads((from_parquet(path).schema.metadata or {}).get(b"octfm", b"{}"))
+        return from_json((from_parquet(path).schema.metadata or {}).get(b"octfm", b"{}"))
     except pa.ArrowInvalid:
         return {}
 

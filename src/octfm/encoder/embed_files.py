@@ -35,7 +35,7 @@ from octfm.io.bucket import Account
 from octfm.io.hashing import hash_text
 from octfm.io.isolation import Limits, Lost
 from octfm.io.lease import only_one
-from octfm.io.location import BucketPath, Location, listed, location, write_whole
+from octfm.io.location import BucketPath, Location, from_json, listed, location, write_whole
 from octfm.io.parquet import from_parquet, to_parquet
 from octfm.io.progress import Progress
 from octfm.io.spread import spread
@@ -179,7 +179,7 @@ def _claim(out: Location, kinds: Sequence[_Kind]) -> None:
     """Begin or continue a job. Raises EvaluationError if its weights, Preprocessing or precision differ from before."""
     ours = {"format": FORMAT, "version": VERSION, "vectors": {kind.name: kind.facts["key"] for kind in kinds}}
     try:
-        existing = json.loads((out / "job.json").read_bytes())
+        existing = from_json((out / "job.json").read_bytes())
         before = existing["vectors"] | {}
     except FileNotFoundError:
         if any(path.name != "job.lease" and not path.name.startswith(".") for path in out.iterdir()):
@@ -234,7 +234,7 @@ def _catalog(
     digest = hash_text(json.dumps(scanned))
     kept = out / "catalog"
     try:
-        if json.loads((kept / "listing.json").read_bytes())["digest"] == digest:
+        if from_json((kept / "listing.json").read_bytes())["digest"] == digest:
             return Catalog.load(kept), _versions(listing)
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         pass

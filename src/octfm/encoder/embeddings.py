@@ -1,6 +1,5 @@
 """Read the embeddings files of `octfm embed` and align encoders by acquisition id."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -12,7 +11,7 @@ import numpy as np
 from octfm.catalog.participants.ids import person_key, under_one_id
 from octfm.display import brief, data_frame, number, with_labels
 from octfm.errors import Echo, EvaluationError, reason_of
-from octfm.io.location import BucketPath, Location, location
+from octfm.io.location import BucketPath, Location, from_json, location
 from octfm.io.parquet import from_parquet
 from octfm.store.exclusion import excluded, to_stderr
 from octfm.store.store import Store
@@ -136,9 +135,9 @@ def read_embeddings(path: str | PathLike[str] | Location) -> Embeddings:
             f"{path}: expected the columns that octfm embed writes, {', '.join(absent)} missing; embed again"
         )
     table = table.take(np.argsort(np.array(table["acquisition"].to_pylist(), dtype=str), kind="stable"))
-    facts = json.loads((table.schema.metadata or {}).get(b"octfm", b"{}"))
+    facts = from_json((table.schema.metadata or {}).get(b"octfm", b"{}"))
     columns = {name: table.column(name).to_pylist() for name in (*TEXTS, *OTHERS)}
-    columns["participant_labels"] = [json.loads(text) if text else {} for text in columns["participant_labels"]]
+    columns["participant_labels"] = [from_json(text) if text else {} for text in columns["participant_labels"]]
     acquisition = np.array(columns["acquisition"], dtype=str)
     if len(acquisition) == 0:
         raise EvaluationError(f"{path}: holds no acquisition; embed again")

@@ -186,7 +186,7 @@ class Encoder:
 
         scans: a file or folder that octfm.read_volume reads, a Volume in any native geometry, or `store[i]`; a list of
         these, or a Store, in its order. Volumes of a store are taken as they were prepared, single B-scans are read by
-        `of_bscans`.
+        `of_bscans`. Which way up a Volume lies is not checked if its source is "memory".
 
         Raises ReadError for a file that cannot be read or is upside down, EvaluationError for a store that was prepared
         otherwise and for a modality (angiography) that the encoder was not trained on.

@@ -13,7 +13,7 @@ import numpy as np
 from octfm.encoder.encoder import Encoder
 from octfm.errors import EvaluationError
 from octfm.io.hashing import hash_text
-from octfm.io.location import flush, write_whole
+from octfm.io.location import flush, from_json, write_whole
 from octfm.io.progress import Progress
 from octfm.pretraining.masks import SELECTION_SEED
 from octfm.store.store import Store
@@ -70,7 +70,7 @@ def token_features(
     _require_shared_folder(exists == exists[0], path.parent)
     if not exists[0]:
         _compute(encoder, store, path, record, per_volume, between)
-    facts = json.loads(record.read_text("utf-8"))
+    facts = from_json(record.read_text("utf-8"))
     counts = np.arange(per_volume)[None, :] < np.array(facts["counts"])[:, None]
     place = {name: i for i, name in enumerate(facts["acquisitions"])}
     return TokenFeatures(place, np.load(path, mmap_mode="r"), counts)

@@ -13,7 +13,7 @@ from octfm.catalog.columns import nearest
 from octfm.catalog.labels import LabelTable, as_number, bare, one_spelling, stated
 from octfm.catalog.participants.ids import under_one_id
 from octfm.encoder.embeddings import Embeddings
-from octfm.errors import EvaluationError
+from octfm.errors import EvaluationError, UnknownColumn
 
 Design = Literal["recommended_split", "k-fold"]
 Unit = Literal["participant", "eye", "acquisition"]
@@ -168,7 +168,7 @@ def find_targets(
     for name in orders or {}:
         if name not in columns:
             hint = nearest(name, sorted(columns), "columns")
-            raise EvaluationError(
+            raise UnknownColumn(
                 f"order of grades: no label column {name}; {hint}",
                 public="The labels lack a column whose order of grades was given.",
             )
@@ -176,7 +176,7 @@ def find_targets(
     for target in targets:
         if target.column not in columns:
             hint = nearest(target.column, sorted(columns), "columns")
-            raise EvaluationError(
+            raise UnknownColumn(
                 f"target {target.name}: no label column {target.column}; {hint}",
                 public="The labels lack a column that was named as a target.",
             )

@@ -1,13 +1,12 @@
 """Results of probe, finetune and segment: the content of probe.json, finetune.json and segment.json, as tables."""
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
 from octfm.display import box, brief, data_frame, number
 from octfm.errors import EvaluationError
 from octfm.evaluation.scoring import HEADLINE, fails_holm
-from octfm.io.location import Location, location
+from octfm.io.location import Location, from_json, location
 
 FILES = ("probe.json", "finetune.json", "segment.json")
 FORMATS = {"octfm-probe": "probe", "octfm-finetune": "fine-tuning", "octfm-segment": "segmentation"}
@@ -69,8 +68,8 @@ def read_result(where: str | Location) -> Result:
             f"{where}: no result here ({', '.join(FILES)}); make one with octfm probe, finetune or segment"
         )
     try:
-        content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
+        content = from_json(file.read_bytes())
+    except ValueError as error:
         raise EvaluationError(f"{file}: not valid JSON ({error}); compute the result again") from None
     if not isinstance(content, dict) or str(content.get("format")) not in FORMATS:
         raise EvaluationError(f"{file}: not a result of octfm probe, finetune or segment")

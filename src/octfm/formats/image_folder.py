@@ -11,7 +11,16 @@ import numpy as np
 from octfm.errors import ReadError
 from octfm.formats import heyex_xml
 from octfm.formats.bscans import OR_SINGLE, Bscans, uid_from
-from octfm.formats.images import MAGIC, digest_of, expect_gray, image_size, several_pages, significant_bits, stack_gray
+from octfm.formats.images import (
+    MAGIC,
+    digest_of,
+    expect_gray,
+    image_size,
+    several_pages,
+    significant_bits,
+    stack_gray,
+    stated_mm,
+)
 from octfm.formats.names import may_be_labels
 from octfm.formats.reasons import ZARR_FILES, zarr_array
 from octfm.io.archive import file_size, list_folder, open_file, split_uri
@@ -30,11 +39,14 @@ def open_bscans(uri: str) -> Bscans:
     files, size, set_aside = sort_out(images, uri)
     if not may_be_labels(uri):  # lines drawn into B-scans are seldom missing in the middle one
         expect_gray(files[len(files) // 2])
+    in_plane, between = stated_mm(files, uri)
     return Bscans(
         uri=uri,
         shape=(len(files), *size),
         decode=partial(stack_gray, files, uri),
         uid=uid_from(digest_of(files)),
+        in_plane_mm=in_plane,
+        between_mm=between,
         bits=significant_bits(files[0]),
         set_aside=set_aside,
     )

@@ -54,7 +54,7 @@ def open_bscans(uri: str) -> Bscans:
             width, height = image.size
             shape = (pages, height, width)
             check_size(shape, uri)
-            spacing, bits = _stated_mm(image), _stated_bits(image)
+            in_plane, between, bits = *_stated_mm(image), _stated_bits(image)
             for page in range(pages):
                 image.seek(page)
                 _check_page(image, (width, height), size, f"{uri}: page {page + 1} of {pages}")
@@ -76,21 +76,21 @@ def open_bscans(uri: str) -> Bscans:
         shape=shape,
         decode=decode,
         uid=uid,
-        in_plane_mm=spacing[1:] if spacing else None,
-        between_mm=spacing[0] if spacing else None,
+        in_plane_mm=in_plane,
+        between_mm=between,
         bits=bits,
     )
 
 
 def _single(file: BinaryIO, size: int, uri: str, image: "Image") -> Bscans:
     """One image as a single B-scan."""
-    spacing = _stated_mm(image)
+    in_plane, _ = _stated_mm(image)
     return Bscans(
         uri=uri,
         shape=(1, *image_size(uri)),
         decode=lambda: read_gray(uri)[None],
         uid=uid_of(file, size),
-        in_plane_mm=spacing[1:] if spacing else None,
+        in_plane_mm=in_plane,
         bits=_stated_bits(image),
         picture=True,
         alone=ReadError(
@@ -105,6 +105,26 @@ def significant_bits(uri: str) -> int | None:
     """Bits per pixel that carry values, from the header; None for 16-bit pixels if the file does not say."""
     with open_file(uri) as file, _opened(file, uri) as image:
         return _stated_bits(image)
+
+
+def stated_mm(uris: Iterable[str], uri: str) -> tuple[tuple[float, float] | None, float | None]:
+    """((dy, dx), dz) as the TIFF files of single B-scans state them, None for what they do not. Raises ReadError
+    mixed_images where they differ by more than 1 %."""
+    found: dict[str, tuple[tuple[float, float] | None, float | None]] = {}
+    for place in uris:
+        with open_file(place) as file, _opened(file, place) as image:
+            found[place] = _stated_mm(image)
+        first = next(iter(found))
+        if found[first] == (None, None):
+            break  # PNG and most TIFF files state none, and one of them is enough to see that
+        own, others = (np.array([*(in_plane or (0, 0)), dz or 0]) for in_plane, dz in (found[first], found[place]))
+        if not np.allclose(own, others, rtol=0.01, atol=0):
+            raise ReadError(
+                "mixed_images",
+                f"{uri}: {PurePath(first).name} and {PurePath(place).name} state different millimetres; export all "
+                "B-scans of a volume alike",
+            )
+    return next(iter(found.values()))
 
 
 def stack_gray(uris: Iterable[str], uri: str) -> np.ndarray:
@@ -280,6 +300,8 @@ def _expect_one_stack(image: "Image", pages: int, uri: str) -> None:
     if shape := _word(r'^\{"shape": \[([\d, ]+)\]', text):  # tifffile
         found = f"an array of {shape}"
         sizes = [size for n in shape.split(",") if (size := int(n)) > 1][: -3 if samples > 1 else -2]
+        if '"truncated": true' in text:  # one page of all
+            fewest = max(fewest, prod(sizes))
     else:
         if text.startswith("ImageJ="):
             fewest = max(fewest, int(_word(r"\bimages=(\d+)", text) or 1))
@@ -324,20 +346,21 @@ def _check_page(image: "Image", expected: tuple[int, int], size: int, where: str
         )
 
 
-def _stated_mm(image: "Image") -> tuple[float, float, float] | None:
-    """(dz, dy, dx) as ImageJ or OME state them. Resolution tags alone do not count: they mean size in print."""
+def _stated_mm(image: "Image") -> tuple[tuple[float, float] | None, float | None]:
+    """((dy, dx), dz) as ImageJ or OME state them, None for what they do not. Resolution tags alone do not count: they
+    mean size in print, also where ImageJ repeats them, which it does without a spacing."""
     tags, text = getattr(image, "tag_v2", {}), _description(image)
     if text.startswith("ImageJ=") and (unit := to_mm(_word(r"\bunit=(\S+)", text))):
         dy, dx = (1 / float(tags[tag]) if tags.get(tag) else 0.0 for tag in (283, 282))
-        found = (float(_word(r"spacing=([\d.eE+-]+)", text) or 0) * unit, dy * unit, dx * unit)
+        z = float(_word(r"spacing=([\d.eE+-]+)", text) or 0) * unit
+        y, x = (dy * unit, dx * unit) if z > 0 else (0.0, 0.0)
     elif "<OME" in text:
         sizes = [_attribute(f"PhysicalSize{axis}", text) for axis in "ZYX"]
         units = [_attribute(f"PhysicalSize{axis}Unit", text) or "um" for axis in "ZYX"]
         z, y, x = (float(mm or 0) * to_mm(unit) for mm, unit in zip(sizes, units, strict=True))
-        found = (z, y, x)
     else:
-        return None
-    return found if min(found) > 0 else None
+        return None, None
+    return (y, x) if min(y, x) > 0 else None, z if z > 0 else None
 
 
 def to_mm(unit: str) -> float:

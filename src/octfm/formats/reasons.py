@@ -68,7 +68,8 @@ REASONS: dict[str, Reason] = {
     ),
     "unknown_axes": Reason(
         "an array whose axes are not stated, or whose voxels show another order than [B-scan, axial, lateral]",
-        "save it as [B-scan, axial, lateral], or declare its axes",
+        'save it as [B-scan, axial, lateral], or declare its axes; if its voxels only look so, declare "upside_down": '
+        "false in NAME.json beside it (--keep-upside-down keeps none)",
     ),
     "incomplete_export": Reason(
         "a file that needs another file next to it, which is missing", "copy the whole folder of the export"

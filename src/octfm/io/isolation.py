@@ -143,9 +143,11 @@ class _Child:
         self._buffer = bytearray()
         self._write(pickle.dumps(memory))
         if isinstance(ready := self.receive(_START_S), Lost):
-            raise ConfigError(
-                f"a child process for reading files did not start: it {ready.what}; see the lines above this one"
-            )
+            advice = {
+                "decoder_memory": "free memory, or take fewer --workers",
+                "decoder_timeout": "the machine is too busy, or its disk too slow; run it again",
+            }.get(ready.code, "see the lines above this one, if there are any")
+            raise ConfigError(f"a child process for reading files did not start: it {ready.what}; {advice}")
 
     def send(self, function: Callable, items: Sequence) -> None:
         self.waiting = False

@@ -1,6 +1,7 @@
 """Locations: a path on a disk, or an address in a bucket used like one; and how files are written atomically."""
 
 import errno
+import json
 import os
 import re
 import secrets
@@ -47,6 +48,15 @@ def local_path(where: "str | PathLike[str]") -> Path:
 def listed(uri: str) -> "Path | BucketPath":
     """The place that a listing or a catalog names, or a path that has been checked before."""
     return BucketPath.of(uri) if is_remote(uri) else Path(uri)
+
+
+def from_json(text: str | bytes) -> Any:
+    """What a JSON file says. Raises ValueError, also for lists in lists in lists, to which Python's own reader answers
+    with a RecursionError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def write_whole(where: "Path | BucketPath", data: bytes, *, private: bool = False) -> None:

@@ -16,7 +16,7 @@ from octfm.errors import EvaluationError, ExportError, reason_of
 from octfm.formats import within
 from octfm.formats.arrays.nifti import HEIGHTS
 from octfm.io.isolation import Limits
-from octfm.io.location import is_remote, local_path, replacing, write_whole
+from octfm.io.location import from_json, is_remote, local_path, replacing, write_whole
 from octfm.version import __version__
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.segmentation import Segmentation
@@ -118,7 +118,7 @@ def require_own(folder: Path, stem: str, volume: Volume) -> None:
     if not sidecar.exists():
         return
     try:
-        owner = json.loads(sidecar.read_bytes())["scan"]
+        owner = from_json(sidecar.read_bytes())["scan"]
     except (ValueError, TypeError, KeyError):
         owner = None
     if owner != fingerprint(volume.voxels):

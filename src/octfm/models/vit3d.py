@@ -280,9 +280,9 @@ class VisionTransformer3D(nn.Module):
         `lengths`: the number of tokens of each of B volumes, if they differ. `index_BM` [1, M] then holds their indices
         one volume after the other, and the tokens are [1, M, D] in the same order.
 
-        Raises ConfigError for another shape of voxels, for an `index_BM` that is not integer [B, M], for floats that
-        are NaN, scaled or standardised already (not checked in compiled and traced code), and in a network that is not
-        part of an encoder.
+        Raises ConfigError for another shape of voxels, for an `index_BM` that is not integer [B, M] or not of the grid
+        (checked on the CPU), for floats that are NaN, scaled or standardised already (neither checked in compiled and
+        traced code), and in a network that is not part of an encoder.
         """
         voxels = voxels.unsqueeze(1) if voxels.ndim == 4 else voxels
         expected = [1, *(n * p for n, p in zip(self.grid.shape, self.config.patch_size, strict=True))]
@@ -301,6 +301,15 @@ class VisionTransformer3D(nn.Module):
                 f"expected places, flat grid indices int64 [B, M], got {index_BM.dtype} {list(index_BM.shape)}; "
                 "encoder.select(arrays) returns them first, then which of them are tissue"
             )
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        # Elsewhere the host would wait for the device.
+        if index_BM is not None and index_BM.device.type == "cpu" and index_BM.numel() and not traced:
+            low, high = map(int, index_BM.aminmax())
+            if low < 0 or high >= self.grid.size:
+                raise ConfigError(
+                    f"expected places, flat grid indices from 0 to {self.grid.size - 1}, got {low} to {high}; "
+                    "encoder.select(arrays) returns them"
+                )
         if index_BM is None:
             index_BM = torch.arange(self.grid.size, device=voxels.device).expand(voxels.shape[0], -1)
         volume_BM = torch.arange(voxels.shape[0], device=voxels.device).unsqueeze(1)
@@ -311,7 +320,7 @@ class VisionTransformer3D(nn.Module):
             whole = voxels.flatten(1).float()
             mean, std = (of_B[volume_BM].unsqueeze(-1) for of_B in (whole.mean(1), whole.std(1).clamp_min(1e-6)))
             return self(((patches_BMP.float() - mean) / std).to(self.norm.weight.dtype), index_BM, lengths=lengths)
-        if voxels.dtype != torch.uint8 and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        if voxels.dtype != torch.uint8 and not traced:
             _require_grey_values(voxels)
         return self(normalise(patches_BMP, *self.intensity).to(self.norm.weight.dtype), index_BM, lengths=lengths)
 

@@ -78,6 +78,10 @@ class Learner:
         self.lr, self.weight_decay, self.ema = (runtime.scalar() for _ in range(3))
         self.begin(fresh)
 
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.config.steps
+
     def begin(self, fresh: bool = True) -> None:
         """Initial weights, no optimizer state, step 0."""
         self.model = build_objective(self.config, self.preprocessing)

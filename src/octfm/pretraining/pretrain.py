@@ -44,7 +44,6 @@ from octfm.run.trackers import open_trackers
 from octfm.run.tracking import Listener, require_listeners
 from octfm.store.loader import Loader, epoch_volumes
 from octfm.store.store import Store
-from octfm.version import __version__
 
 
 def pretrain(
@@ -133,7 +132,6 @@ def begin(config: PretrainConfig, data: Data, runtime: Runtime, run: RunFolder, 
     facts = {
         "parameters": learner.model.parameters_by_part(),
         "store": {"volumes": len(data.store), "train_participants": people},
-        "octfm": __version__,
         "precision": config.precision,
         **({"initial_weights": learner.began_with} if learner.began_with else {}),
     }
@@ -214,7 +212,7 @@ class Pretraining:
 
     @property
     def finished(self) -> bool:
-        return self.step >= self.steps
+        return self.learner.finished
 
     def update(self, session: Session, interruption: Interruption) -> str | None:
         """One step: read a batch, compute gradients, decide whether to apply the update, inspect the result."""

@@ -1,6 +1,5 @@
 """All data of reports and cards, read from a run folder, its catalog and its store."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,13 +13,20 @@ from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.ids import under_one_id
 from octfm.errors import EvaluationError
-from octfm.io.location import Location
+from octfm.io.location import Location, from_json
 from octfm.run.checkpoint_files import before_newest
 from octfm.run.tracking import read_metrics
 from octfm.store.layout import StoreRow, Unprepared
 from octfm.store.store import Store
 from octfm.tasks.scene import Scene, load_scenes
 from octfm.volume.volume import eye_id_of
+
+_OF_RECORD: dict[str, type] = {
+    "command": str, "data": str, "started": str, "environment": dict, "git": dict, "parameters": dict, "store": dict,
+    "inherited_participants": int, "inherited_unknown": int,
+}  # fmt: skip
+"""Keys of run.json that reports and cards look into -> type."""
+_KINDS = {str: "text", dict: "an object", int: "a whole number"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +74,10 @@ def is_pretraining(run: Location) -> bool:
 def _verb(run: Location) -> str | None:
     """The verb that made a run folder; None without a run.json."""
     try:
-        record = json.loads((run / "run.json").read_text("utf-8"))
+        record = from_json((run / "run.json").read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):  # the latter if `run` is a file, such as a checkpoint
         return None
-    except (ValueError, RecursionError):
+    except ValueError:
         return "pretrain"  # `gather` raises an error that names the damage
     return record.get("kind", "pretrain") if isinstance(record, dict) else "pretrain"
 
@@ -104,7 +110,7 @@ def gather(run: Path, catalog: str | Location | None = None, store: str | Locati
         prepared = prepared.with_rows(tuple(volumes))
     return Sources(
         run=run,
-        record=_json(run / "run.json"),
+        record=_record(run / "run.json"),
         config=config.read_text("utf-8") if config.is_file() else None,
         train=[row for row in rows if row.get("kind") == "train"],
         validation=[row for row in rows if row.get("kind") == "validation"],
@@ -167,10 +173,19 @@ def _outdated(probe: dict[str, Any] | None, run: Path) -> str:
     return f"The probe is of {names[0]}, and the run's newest checkpoint is {names[1]}: embed and probe it again."
 
 
+def _record(path: Path) -> dict[str, Any]:
+    """run.json; what is null is not stated. Raises EvaluationError."""
+    record = {key: value for key, value in _json(path).items() if value is not None}
+    for key, kind in _OF_RECORD.items():
+        if not isinstance(record.get(key, kind()), kind):
+            raise EvaluationError(f"{path}: {key} is not {_KINDS[kind]}; the file was edited, restore it from a copy")
+    return record
+
+
 def _json(path: Path, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
+        values = from_json(path.read_text("utf-8"))
+    except ValueError as error:
         raise EvaluationError(
             f"{path}: not valid JSON ({error}); the file was edited or cut off, create it again"
         ) from None

@@ -24,7 +24,7 @@ from octfm.errors import BucketError, CheckpointError
 from octfm.io import bucket, bucket_cache
 from octfm.io.hashing import hash_file, hash_text
 from octfm.io.lease import Lease
-from octfm.io.location import BucketPath, location, write_whole
+from octfm.io.location import BucketPath, from_json, location, write_whole
 from octfm.run import checkpoint_files
 from octfm.run.checkpoint_files import is_name, step_of
 
@@ -305,7 +305,7 @@ class BucketRun:
             shutil.rmtree(left, ignore_errors=True)
         pointer = read_pointer(self.where)
         try:
-            ours = json.loads((self.path / MARK).read_text("utf-8"))["tokens"]
+            ours = from_json((self.path / MARK).read_text("utf-8"))["tokens"]
         except (OSError, ValueError, KeyError):
             ours = []
         if pointer is not None:
@@ -375,7 +375,7 @@ def read_pointer(where: BucketPath) -> dict[str, Any] | None:
     """The pointer of a run in a bucket: its `token`, and the objects and hashes of its `checkpoints`; None if there is
     none yet. Raises CheckpointError if it is damaged or of another version."""
     try:
-        pointer = json.loads((where / POINTER).read_text("utf-8"))
+        pointer = from_json((where / POINTER).read_text("utf-8"))
     except FileNotFoundError:
         return None
     except ValueError:
@@ -444,7 +444,7 @@ def _fetch(where: BucketPath, pointer: dict[str, Any], folder: Path, *, anew: bo
 def _fetch_files(where: BucketPath, folder: Path) -> None:
     """Fetch files other than checkpoints that are not here yet or have changed since."""
     try:
-        known = json.loads((folder / VERSIONS).read_text("utf-8"))
+        known = from_json((folder / VERSIONS).read_text("utf-8"))
     except (OSError, ValueError):
         known = {}
     for uri, found in bucket.find(str(where)).items():

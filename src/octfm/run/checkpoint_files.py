@@ -1,9 +1,10 @@
 """Decide which files of a folder are checkpoints: only those with exactly the name of one."""
 
-import json
 import re
 import shutil
 from pathlib import Path, PurePath
+
+from octfm.io.location import from_json
 
 FILE, SHARDS = ".pt", ".dcp"
 _NAME = re.compile(r"step-([0-9]{8,})(\.pt|\.dcp)", re.ASCII)
@@ -64,8 +65,8 @@ def destinations(run: Path) -> list[Path]:
 def second_destination(run: Path) -> Path | None:
     """Folder for checkpoints that the run's own disk had no room for, as run.json says."""
     try:
-        name = json.loads((run / "run.json").read_text("utf-8")).get("second_destination")
-    except (OSError, ValueError, AttributeError, RecursionError):  # none, or damaged: `RunFolder.record` names that
+        name = from_json((run / "run.json").read_text("utf-8")).get("second_destination")
+    except (OSError, ValueError, AttributeError):  # none, or damaged: `RunFolder.record` names that
         return None
     return Path(name) if name else None
 

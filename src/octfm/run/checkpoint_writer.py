@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octfm.io.location import write_whole
+from octfm.io.location import from_json, write_whole
 from octfm.run import checkpoint, checkpoint_files
 from octfm.run.bucket import BucketRun
 from octfm.run.checkpoint_files import delete, left_over
@@ -50,7 +50,7 @@ def best_step(folder: Path) -> int | None:
 def _best_steps(folder: Path) -> list[int]:
     """The steps that were named the best, in order; the last one is the best now."""
     try:
-        named = json.loads((folder / BEST).read_text("utf-8"))
+        named = from_json((folder / BEST).read_text("utf-8"))
         return [int(step) for step in (*named.get("before", ()), named["step"])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none yet, or damaged
         return []

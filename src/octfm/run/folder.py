@@ -19,12 +19,13 @@ import numpy as np
 from octfm.config import Config, dump, flat, read_yaml
 from octfm.errors import CheckpointError, ConfigError, Echo, shown
 from octfm.io.hashing import hash_text
-from octfm.io.location import BucketPath, Location, location, lock, write_whole
+from octfm.io.location import BucketPath, Location, from_json, location, lock, write_whole
 from octfm.run import checkpoint, checkpoint_files
 from octfm.run.bucket import BucketRun, mirror_of
 from octfm.run.checkpoint_files import put_back, set_aside, strangers
 from octfm.run.runtime import Runtime, environment
 from octfm.store.store import Store
+from octfm.version import __version__
 
 FORMAT, VERSION = "octfm-run", 1
 LOCK = "run.lock"
@@ -101,7 +102,7 @@ class RunFolder:
         """run.json: what was run, on what, with which code."""
         path = self.path / "run.json"
         try:
-            facts = json.loads(path.read_text("utf-8"))
+            facts = from_json(path.read_text("utf-8"))
             if not isinstance(facts, dict) or not isinstance(facts.get("participant_key"), str):
                 raise ValueError("it lacks participant_key")
             return facts
@@ -227,8 +228,9 @@ class RunFolder:
     def record_environment(self, now: Mapping[str, str]) -> list[str]:
         """Write the software and hardware to run.json. Returns a text for each change that alters a run's last
         digits."""
-        before = self.record.get("environment", {})
-        self.write_record(environment=now)
+        before = self.record.get("environment")
+        before = before if isinstance(before, dict) else {}
+        self.write_record(environment=now, octfm=__version__)
         counts = now.keys() & before.keys() - {"python", "precision"}
         changed = [name for name in now if name in counts and before[name] != now[name]]
         return [f"{name} {now[name]} (before: {before[name]})" for name in changed]
@@ -240,7 +242,7 @@ class RunFolder:
     def noted_memory(self) -> int | None:
         """What `note_memory` wrote last; None if it was never called. Raises CheckpointError if the file is damaged."""
         try:
-            return int(json.loads((self.path / "memory.json").read_text("utf-8"))["micro_batch"])
+            return int(from_json((self.path / "memory.json").read_text("utf-8"))["micro_batch"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -260,6 +262,11 @@ class Resumable(Protocol):
     @property
     def step(self) -> int:
         """Updates made."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether no update is left to make."""
         ...
 
     def restore(self, content: dict[str, Any] | None, source: Path) -> None:
@@ -284,7 +291,10 @@ def resume(run: RunFolder, training: Resumable, echo: Echo) -> bool:
         training.restore(content, path)
     # Only now: settings that do not fit the checkpoint are refused, and must leave the run as it was.
     training.runtime.first(lambda: run.record_override(training.step, echo))
-    changes = training.runtime.first(lambda: run.record_environment(environment(training.runtime)))
+    # Of a finished run they stay those that it was trained with.
+    changes: list[str] = []
+    if path is None or not training.finished:
+        changes = training.runtime.first(lambda: run.record_environment(environment(training.runtime)))
     if path is None:
         return False
     echo(f"resuming {run.path} after {training.step} updates")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octfm.errors import CheckpointError, reason_of
 from octfm.io.hashing import hash_file
-from octfm.io.location import flush
+from octfm.io.location import flush, from_json
 from octfm.run.checkpoint_files import SHARDS as SUFFIX
 from octfm.run.checkpoint_files import former_of, name_of
 from octfm.run.runtime import Runtime
@@ -110,7 +110,7 @@ def load(path: Path) -> dict[str, Any]:
 def verify(path: Path) -> None:
     """Raises DamagedShards if a file is missing or is not what was written."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text("utf-8"))
+        manifest = from_json((path / MANIFEST).read_text("utf-8"))
         for name, stated in manifest.items():
             if (found := hash_file(path / name)) != stated:
                 raise DamagedShards(f"{name}: its checksum is {found[:12]} and should be {stated[:12]}")

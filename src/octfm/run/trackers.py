@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from octfm.errors import ConfigError, TrainingError, reason_of
-from octfm.io.location import write_whole
+from octfm.io.location import from_json, write_whole
 from octfm.run.tracking import Listener, TrackingConfig
 
 STATE = "trackers.json"
@@ -95,7 +95,7 @@ class WeightsAndBiases:
         import wandb
 
         self._file = run / STATE
-        known = json.loads(self._file.read_text("utf-8")) if self._file.is_file() else {}
+        known = from_json(self._file.read_text("utf-8")) if self._file.is_file() else {}
         self._id: str = known.get("wandb_id") or secrets.token_hex(8)
         self._logged: int = known.get("told", -1)
         self._first_new = self._logged + 1

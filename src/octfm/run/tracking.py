@@ -13,7 +13,7 @@ import numpy as np
 
 from octfm.config import Config, Seconds
 from octfm.errors import require_objects
-from octfm.io.location import write_whole
+from octfm.io.location import from_json, write_whole
 from octfm.io.progress import say
 
 
@@ -169,8 +169,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
 
 def _row(text: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(text)
-    except (ValueError, RecursionError):
+        row = from_json(text)
+    except ValueError:
         return None
     whole = isinstance(row, dict) and isinstance(row.get("kind"), str) and isinstance(row.get("step"), int)
     return row if whole else None

@@ -18,7 +18,7 @@ from octfm.catalog.participants.ids import under_one_id
 from octfm.catalog.participants.splits import diagnosis_of
 from octfm.display import EYES, brief, fields_line, readable
 from octfm.errors import StoreError
-from octfm.io.location import Location
+from octfm.io.location import Location, from_json
 from octfm.volume.preprocessing import Prepared
 from octfm.volume.volume import Laterality
 
@@ -97,6 +97,9 @@ class Unprepared:
     code: str
     sentence: str
 
+    def __repr__(self) -> str:
+        return brief("Unprepared", self.code, readable(self.scanner))
+
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
@@ -162,7 +165,7 @@ def read_header(path: Location) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        header = json.loads(file.read_text("utf-8"))
+        header = from_json(file.read_text("utf-8"))
     except ValueError as error:
         raise StoreError(f"{file}: not valid JSON ({error}); the store is damaged, prepare into a new folder") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -221,7 +224,7 @@ def _row(line: bytes) -> dict[str, Any]:
         if digest(line) != end[1].decode():
             raise ValueError("it does not match its digest")
         line += b"}"
-    values = json.loads(line)
+    values = from_json(line)
     if not isinstance(values, dict):
         raise ValueError(f"expected an object, got {type(values).__name__}")
     # A digest anywhere but at the end of the line: the row was reformatted, so it can no longer be verified.
@@ -257,7 +260,7 @@ def read_unprepared(path: Location) -> tuple[Unprepared, ...]:
     # Without what follows the last newline: a line that was cut off while it was written.
     lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
     try:
-        return tuple(Unprepared(**json.loads(line)) for line in lines)
+        return tuple(Unprepared(**from_json(line)) for line in lines)
     except (ValueError, TypeError) as error:
         raise StoreError(
             f"{file}: not a list of unprepared volumes ({error}); delete it and run `octfm prepare` again"

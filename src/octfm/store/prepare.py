@@ -125,7 +125,8 @@ def prepare(
         tasks = _missing(writer, included, locations or {})
         if other is not None and tasks and progress:
             taken = sum(task.acquisition.sop_instance_uid in reusable for task in tasks)
-            say(f"{taken:,} of {number(len(tasks), 'volume')} taken over from {other.path}, unless damaged there")
+            of = f"{taken:,} of {number(len(tasks), 'volume')}"
+            say(f"{of} taken over from {other.path}, unless damaged or doubtful there")
         outdated = {a.sop_instance_uid for a in catalog.acquisitions}
         writer.keep_unprepared(lambda u: u.acquisition not in outdated)
         run = functools.partial(
@@ -429,7 +430,7 @@ def _with_reused(
         row = reusable[task.acquisition.sop_instance_uid]
         try:
             stage_again(other, row, writer, task.name)
-        except StoreError:  # damaged
+        except StoreError:  # damaged or doubtful
             [outcome] = anew([task])
             return outcome
         found = tuple(flag for flag in row.found if flag not in OF_COPIES)  # found again, if its copy is still there

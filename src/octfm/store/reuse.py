@@ -4,10 +4,13 @@ import os
 from pathlib import Path
 
 from octfm.errors import StoreError
+from octfm.formats.declared import DECLARED
 from octfm.io.location import Location
+from octfm.store.item import StoredVolume
 from octfm.store.layout import ARRAYS, StoreRow, shard_key
 from octfm.store.store import Store
 from octfm.store.writer import StoreWriter, stage
+from octfm.volume.appearance import UNDOUBTED, native_way_up
 from octfm.volume.preprocessing import Preprocessing, differences
 
 
@@ -26,10 +29,22 @@ def open_other(reuse: Store | str | Location, out: Location, preprocessing: Prep
 
 
 def stage_again(store: Store, row: StoreRow, writer: StoreWriter, name: str) -> None:
-    """Stage the volume of a row of `store` for `writer`. Raises StoreError if it is damaged."""
+    """Stage the volume of a row of `store` for `writer`. Raises StoreError if it is damaged or `_doubtful`."""
     volume = store[row.index]  # compared with its checksum
+    if _doubtful(volume):
+        raise StoreError(f"{store.path}: volume {row.index} may not be upright; only its file can decide")
     if not _link(store, row.index, writer, name):
         stage(volume, writer.staging, name, writer.compression, writer.crc)
+
+
+def _doubtful(volume: StoredVolume) -> bool:
+    """Whether a volume might be refused today as upside down or of another order of axes (`doubtful_way_up`): it may
+    have been prepared before that was checked."""
+    row = volume.row
+    if row.modality != "structure" or "looks_upside_down" in row.found or not DECLARED.isdisjoint(row.flags):
+        return False
+    found = row.confidence.get("ilm_support") or 0.0
+    return found < UNDOUBTED and native_way_up(volume.voxels, volume.spacing_mm) != "up"
 
 
 def _link(store: Store, index: int, writer: StoreWriter, name: str) -> bool:

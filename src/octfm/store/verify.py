@@ -8,7 +8,7 @@ from pathlib import Path
 from octfm.catalog.acquisition import Acquisition
 from octfm.errors import BucketError, Echo, StoreError
 from octfm.io.archive import MEMBER, split_uri
-from octfm.io.location import Location, is_remote, listed, write_whole
+from octfm.io.location import Location, from_json, is_remote, listed, write_whole
 from octfm.store.layout import ARRAYS, array_metadata, shard_key
 from octfm.store.store import Store
 from octfm.store.writer import exclusive
@@ -104,7 +104,7 @@ def _repair_metadata(store: Store, echo: Echo) -> tuple[str, ...]:
         file = store.path / name / "zarr.json"
         expected = array_metadata(name, len(store), store.image_size, store.compression, store.checks_shards)
         try:
-            found = json.loads(file.read_text("utf-8"))
+            found = from_json(file.read_text("utf-8"))
             # Longer is fine: a writer killed before it added the row has already announced that volume.
             intact = found["shape"][0] >= len(store) and found | {"shape": expected["shape"]} == expected
         except (OSError, ValueError, LookupError, TypeError):

@@ -1,6 +1,5 @@
 """Fine-tuning for one label: head, then encoder; chosen on validation participants, judged once on test ones."""
 
-import json
 import math
 import signal
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from octfm.evaluation.cases import (
 from octfm.evaluation.metrics import balanced_accuracy, r_squared
 from octfm.evaluation.probe import RESAMPLES, describe, rows_seen, summary_lines, write_probe
 from octfm.evaluation.scoring import Predictions, finite, odd_numbers, score, to_units
-from octfm.io.location import Location, location
+from octfm.io.location import Location, from_json, location
 from octfm.pretraining.preflight.ranks import require_disjoint
 from octfm.run import checkpoint
 from octfm.run.checkpoint_writer import Retention
@@ -130,7 +129,6 @@ def _finetune(
     counts = [len(part) for part in parts]
     identity = Identity(FINE_TUNING, config, store.fingerprint, data, encoder=named, counts=counts)
     with open_run(out, identity, runtime, echo=echo) as run, Interruption() as interruption:
-        runtime.first(lambda: run.write_record(octfm=__version__))
         model = TaskModel(config, encoder, len(task.cases.classes or ()) or 1)
         source: Source = Live(encoder, store, config)
         if config.frozen:
@@ -444,7 +442,7 @@ def _answers(model: TaskModel, source: Source, rows: np.ndarray) -> np.ndarray:
 
 def summary(out: str | Path) -> list[str]:
     """One line per metric of a finished run, for a terminal."""
-    result = json.loads((Path(out) / "finetune.json").read_text("utf-8"))
+    result = from_json((Path(out) / "finetune.json").read_text("utf-8"))
     drawn = ", drawn from train and val: val alone has too few labels" * result.get("validation_drawn", False)
     chosen = f"best epoch {result['best_epoch']} by {result['validation_participants']} validation participants{drawn}"
     return [chosen, *summary_lines({**result, "skipped": []}, "finetune.json")]

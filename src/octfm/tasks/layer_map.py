@@ -15,7 +15,7 @@ import numpy as np
 from octfm.encoder.embeddings import Embeddings, of_store, take_rows
 from octfm.errors import Echo, EvaluationError
 from octfm.formats import read_volume
-from octfm.io.location import write_whole
+from octfm.io.location import from_json, write_whole
 from octfm.io.progress import Progress
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.segment import ScanSegmentation, segment
@@ -129,7 +129,7 @@ def _read(file: Path, head: dict) -> dict[str, np.ndarray]:
         write_whole(file, f"{json.dumps(head)}\n".encode())
         return {}
     try:
-        known = json.loads(lines[0])
+        known = from_json(lines[0])
     except ValueError:
         known = {}
     if known != head:
@@ -144,7 +144,7 @@ def _read(file: Path, head: dict) -> dict[str, np.ndarray]:
     found = {}
     for place, line in enumerate(whole, 2):
         try:
-            name, values = json.loads(line)
+            name, values = from_json(line)
             found[name] = np.array([np.nan if v is None else v for v in values], float)
             found[name].reshape(len(COLUMNS))
         except (ValueError, TypeError):

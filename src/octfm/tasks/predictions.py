@@ -13,7 +13,7 @@ from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError, reason_of
 from octfm.evaluation.cases import Cases
 from octfm.evaluation.scoring import Predictions
-from octfm.io.location import write_whole
+from octfm.io.location import from_json, write_whole
 from octfm.io.parquet import from_parquet, to_parquet
 from octfm.store.store import Store
 
@@ -109,7 +109,7 @@ def read_predictions(path: Path) -> PredictionTable:
 
     try:
         table = from_parquet(path)
-        facts = json.loads((table.schema.metadata or {})[b"octfm"])
+        facts = from_json((table.schema.metadata or {})[b"octfm"])
     except (pa.ArrowException, KeyError, ValueError, FileNotFoundError) as error:
         raise EvaluationError(f"{path}: not the predictions of octfm finetune ({reason_of(error, 120)})") from None
     rows = table.to_pylist()

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from octfm.errors import EvaluationError, reason_of
-from octfm.io.location import replacing
+from octfm.io.location import from_json, replacing
 from octfm.volume.segmentation import words_of
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Fundus, Laterality, Spacing3
@@ -234,7 +234,7 @@ def load_scenes(path: Path) -> tuple[Scene, ...]:
     """Read what `save_scenes` wrote. Raises EvaluationError for a damaged or different file."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            return tuple(_scene(i, facts, file) for i, facts in enumerate(json.loads(str(file["scenes"]))))
+            return tuple(_scene(i, facts, file) for i, facts in enumerate(from_json(str(file["scenes"]))))
     except (ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile) as error:
         reason = reason_of(error, 100)
         raise EvaluationError(

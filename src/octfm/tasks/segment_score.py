@@ -88,7 +88,6 @@ def segment(
         open_run(out, identity, encoder.runtime, echo=echo, check=_require_unfinished) as run,
         Interruption() as interruption,
     ):
-        run.write_record(octfm=__version__)
         segmenters = {"pretrained": Segmenter(config, encoder)}
         if baselines:
             segmenters["random_init"] = Segmenter(config, open_encoder(config, device, random_init=True))

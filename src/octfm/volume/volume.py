@@ -118,7 +118,8 @@ class Volume:
     """Positions of the B-scans of a raster or a radial scan (star), in the order of the voxels, if the file gives them
     in millimetres. A star has angles instead of a spacing."""
     source: str = "memory"
-    """Where the voxels came from; named in every error."""
+    """Where the voxels came from; named in every error. Give "memory" with voxels of your own, also where you change
+    those of a file: `dataclasses.replace(volume, voxels=changed, source="memory")`."""
     spacing_estimated: bool = False
     """The millimetres are estimated from the retina (octfm.volume.estimated): no result may give micrometres."""
     mean_eye: bool = False

@@ -13,7 +13,6 @@ octfm.onnx               only if requested
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from octfm.display import number
 from octfm.errors import CheckpointError, EvaluationError, reason_of
 from octfm.io.hashing import keyed_hash
-from octfm.io.location import BucketPath, Location
+from octfm.io.location import BucketPath, Location, from_json
 
 if TYPE_CHECKING:  # torch takes two seconds, and `octfm models` lists files
     from torch import Tensor
@@ -45,8 +44,8 @@ SETTINGS = ("seed", "precision", "model", "predictor", "objective", "masks")
 def is_export(where: Location) -> bool:
     """Whether this is a folder (or prefix) that `octfm export` wrote."""
     try:
-        return json.loads((where / CONFIG).read_bytes()).get("format") == FORMAT
-    except (OSError, ValueError, AttributeError, RecursionError):
+        return from_json((where / CONFIG).read_bytes()).get("format") == FORMAT
+    except (OSError, ValueError, AttributeError):
         return False
 
 
@@ -171,7 +170,7 @@ def _read_tensors(where: Location) -> "dict[str, Tensor]":
         tensors = load(data)
         # A safetensors file begins with the length of its JSON header in 8 bytes; `load` returns no metadata.
         length = int.from_bytes(data[:8], "little")
-        stated = json.loads(data[8 : 8 + length]).get("__metadata__", {}).get("sha256")
+        stated = from_json(data[8 : 8 + length]).get("__metadata__", {}).get("sha256")
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file; fetch the whole export again") from None
     except (SafetensorError, ValueError) as error:
@@ -186,10 +185,10 @@ def _read_tensors(where: Location) -> "dict[str, Tensor]":
 
 def _read_json(file: Location) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = from_json(file.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file; expected a folder that octfm export wrote") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise CheckpointError(f"{file}: not valid JSON; fetch it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}; fetch it again")

@@ -82,7 +82,7 @@ def model_card(
         _evaluation(sources.probe),
         _limits(sources),
         "## Citation\n\n```bibtex\n" + bibtex(sources, name) + "```",
-        f"## Contact\n\n{markdown(statements.contact) if statements.contact else 'Not stated.'}",
+        f"## Contact\n\n{markdown(statements.contact, links=True) if statements.contact else 'Not stated.'}",
     ]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
@@ -190,12 +190,12 @@ participants that are described below, evaluated again on your own data with par
 
 
 def _terms(sources: Sources, statements: Statements) -> str:
-    licence = f"The weights are licensed under {markdown(statements.licence)}." if statements.licence else (
+    licence = f"The weights are licensed under {markdown(statements.licence, links=True)}." if statements.licence else (
         "**The licence of the weights is not stated.** Without one nobody may use them; whoever publishes this card "
         "has to state it (`octfm card RUN --licence ...`)."
     )  # fmt: skip
     if statements.data_agreement:
-        agreement = f"Data agreement: {markdown(statements.data_agreement)}"
+        agreement = f"Data agreement: {markdown(statements.data_agreement, links=True)}"
     elif sources.is_phantom and not sources.inherited:
         agreement = (
             "The data are synthetic phantoms made by octfm: no agreement binds them, and no person can be found in "
@@ -213,7 +213,7 @@ def _terms(sources: Sources, statements: Statements) -> str:
 
 
 def _data(sources: Sources, statements: Statements) -> str:
-    text = "## Data\n\n" + (f"Data set: {markdown(statements.dataset)}.\n\n" if statements.dataset else "")
+    text = "## Data\n\n" + (f"Data set: {markdown(statements.dataset, links=True)}.\n\n" if statements.dataset else "")
     if sources.catalog is None and sources.store is None:
         return text + (
             "Neither a catalog nor a prepared store was given to this card, so who the data came from is not described."
