@@ -108,6 +108,14 @@ def test_ctrl_c_while_a_child_starts_prints_no_traceback(monkeypatch, capfd):
     release()
 
 
+def test_a_child_that_is_killed_as_it_starts_says_what_to_do(monkeypatch):
+    """The system kills so where memory runs out; nothing is printed above the error then."""
+    release()
+    monkeypatch.setattr(isolation, "_START", "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(ConfigError, match=r"did not start: it was killed from outside.*choose fewer workers$"):
+        run(str.upper, ["a"])
+
+
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_results_come_in_the_order_of_the_items(workers):
     assert list(spread(slowly, range(8), lambda item, lost: -1, workers=workers, chunk=1)) == list(range(8))

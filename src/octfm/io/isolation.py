@@ -143,9 +143,9 @@ class _Child:
         self._buffer = bytearray()
         self._write(pickle.dumps(memory))
         if isinstance(ready := self.receive(_START_S), Lost):
-            raise ConfigError(
-                f"a child process for reading files did not start: it {ready.what}; see the lines above this one"
-            )
+            # Its own error is above, if it was not killed from outside.
+            advice = "free memory or choose fewer workers" if ready.code == "decoder_memory" else "see the lines above"
+            raise ConfigError(f"a child process for reading files did not start: it {ready.what}; {advice}")
 
     def send(self, function: Callable, items: Sequence) -> None:
         self.waiting = False
