@@ -219,6 +219,27 @@ def test_a_limit_of_the_machine_is_named_in_one_line(raised, said, tmp_path):
     assert code == 1 and said in err and err.count("\n") == 1, err
 
 
+def test_output_that_nobody_reads_any_more_is_an_error_of_one_line(tmp_path):
+    """As `octfm … | head`: a training ended with code 1 and no word."""
+    with mock.patch("typer.echo", side_effect=BrokenPipeError(errno.EPIPE, "Broken pipe")):
+        code, _, err = octfm_here("models", cwd=tmp_path)
+    assert code == 1 and "its output is read no further" in err and err.count("\n") == 1, err
+
+
+def test_a_current_folder_that_was_deleted_is_named(tmp_path):
+    """A scan from there ended in "no such file" without a name, and `python -m octfm` in a traceback."""
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "scan.dcm").write_bytes(b"read by a child process")
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir "$PWD" && exec "$0" -m octfm scan "$1" --out "$1/catalog"', sys.executable, tmp_path],
+        cwd=tmp_path / "gone",
+        capture_output=True,
+        text=True,
+    )
+    words = "octfm: the current folder has been deleted; cd into another one, and run the same command again\n"
+    assert (done.returncode, done.stderr.splitlines(keepends=True)[-1]) == (1, words), done.stderr
+
+
 def test_a_disk_that_cannot_be_written_is_reported_by_the_whole_name(tmp_path, monkeypatch):
     """On a read-only disk even deleting what is not there fails; long names were reported without their end."""
 

@@ -164,6 +164,8 @@ def _system_error(error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         if not name and error.strerror and "temporary directory" in error.strerror:  # Python's words; torch needs one
             return f"{error.strerror}; free space in one, or name a writable folder in TMPDIR"
+        if not name and not _is_somewhere():
+            return "the current folder has been deleted; cd into another one, and run the same command again"
         return f"{path}no such file or folder; check the path"
     if isinstance(error, PermissionError):
         return f"{path}permission denied; change the permissions, or choose another path"
@@ -176,6 +178,13 @@ def _system_error(error: OSError) -> str:
     if error.errno in (errno.EAGAIN, errno.EMFILE, errno.ENFILE):
         return f"{path}{error.strerror}; {RAISE_LIMIT}"
     return f"{path}{error.strerror or error}; fix this, or choose another path, and run the same command again"
+
+
+def _is_somewhere() -> bool:
+    """Whether the current folder exists."""
+    with suppress(FileNotFoundError):
+        return Path.cwd().exists()
+    return False
 
 
 def _run() -> tuple[int, str]:
@@ -193,6 +202,13 @@ def _run() -> tuple[int, str]:
         if setting := re.match(r"No such option:? '?--(\w+(\.\w+)+)", reason):
             reason = f"--{setting[1]} is no option; settings are written {setting[1]}=VALUE"
         return _settle(2), f"{verb}: {reason}; try octfm {verb} --help" if verb else f"{reason}; try octfm --help"
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # typer ends with that in silence
+            raise
+        return (
+            1,
+            "stopped, as its output is read no further; send it to a file, and run the same command again",
+        )
     except Preempted as error:
         return 75, str(error) if rank() == 0 else ""
     except ConfigError as error:

@@ -144,7 +144,7 @@ class _Child:
         self._write(pickle.dumps(memory))
         if isinstance(ready := self.receive(_START_S), Lost):
             advice = {
-                "decoder_memory": "free memory, or take fewer --workers",
+                "decoder_memory": "free memory, or choose fewer workers",
                 "decoder_timeout": "the machine is too busy, or its disk too slow; run it again",
             }.get(ready.code, "see the lines above this one, if there are any")
             raise ConfigError(f"a child process for reading files did not start: it {ready.what}; {advice}")
