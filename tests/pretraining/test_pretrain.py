@@ -373,6 +373,33 @@ def test_a_step_in_which_a_stage_of_masking_would_end_has_one_shape(store, tmp_p
     assert len(rows(quick_pretrain(settings, store, tmp_path / "run", echo=quiet))) == 3
 
 
+def test_a_run_whose_terminal_is_closed_is_saved(store, tmp_path):
+    """The kernel sends SIGHUP, and then the shell does."""
+    from octfm.errors import Preempted
+
+    def hang_up(line):
+        if line.startswith("step ") and "1/3" in line:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+
+    before = signal.getsignal(signal.SIGHUP)
+    with pytest.raises(Preempted, match=r"SIGHUP: saved after [12] of 3 updates"):
+        quick_pretrain(config(steps=3), store, tmp_path / "run", echo=hang_up)
+    assert signal.getsignal(signal.SIGHUP) == before
+    assert len(rows(quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet))) == 3
+
+
+def test_a_run_under_nohup_goes_on(store, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = quick_pretrain(
+            config(steps=2), store, tmp_path / "run", echo=lambda _: signal.raise_signal(signal.SIGHUP)
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert len(rows(run)) == 2
+
+
 def test_stages_of_masking_train_and_resume(store, tmp_path):
     """Each stage is another shape; a run that is stopped in the second goes on as if it had not been."""
     from octfm.errors import Preempted

@@ -62,8 +62,8 @@ def pretrain(
     Name the store either here or in `config.data.store`, not in both. `override` accepts a config that contradicts
     the run's. `listeners` get everything that metrics.jsonl gets, as a monitor does (octfm.run.tracking.Listener).
     `objective`: settings of an objective of your own instead of the config's section (docs/guide/plug-ins.md).
-    `device`: as --device of the command (docs/guide/scale-out.md). Raises Preempted after SIGTERM or SIGINT, once the
-    step is finished and saved.
+    `device`: as --device of the command (docs/guide/scale-out.md). Raises Preempted after SIGTERM, SIGINT or SIGHUP,
+    once the step is finished and saved.
     Under torchrun every rank makes this call; only rank 0 prints and writes.
     """
     if not isinstance(config, PretrainConfig):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, Self
 
@@ -222,10 +223,11 @@ def _repeat(training: Training, session: Session, interruption: "Interruption", 
 
 
 class Interruption:
-    """Remembers SIGTERM and SIGINT while entered, so that the step is finished and saved first; says so at once. A
-    second signal acts at once, unless a launcher repeats signals. Only the main thread receives signals."""
+    """Remembers SIGTERM, SIGINT and SIGHUP (the terminal is gone) while entered, so that the step is finished and saved
+    first; says so at once. A second signal acts at once, unless a launcher or a shell repeats it. A signal that is
+    ignored, as SIGHUP is under nohup, stays so. Only the main thread receives signals."""
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -233,10 +235,13 @@ class Interruption:
         # torchrun repeats a signal that the whole process group has got already, and kills what takes too long.
         self._patient, self._first = "TORCHELASTIC_RUN_ID" in os.environ, rank() == 0
         self._before: dict[int, Any] = {}
+        self._terminals: list[int] = []
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+            heeded = [n for n in self.SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+            self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+            self._before = {number: signal.signal(number, self._remember) for number in heeded}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -249,7 +254,12 @@ class Interruption:
             # Not print, which this handler may have interrupted.
             with suppress(OSError):
                 os.write(2, f"{self.signal_name} received: saving, then stopping{again}\n".encode())
-        if not self._patient:
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)  # the shell sends it once more
+            with Path(os.devnull).open("wb") as nowhere:
+                for fd in self._terminals:  # a line for a terminal that is gone would be an error
+                    os.dup2(nowhere.fileno(), fd)
+        elif not self._patient:
             self._restore()
 
     def leave(self, what: str) -> None:

@@ -80,8 +80,8 @@ def finetune(
 
     Writes config.yaml, run.json, metrics.jsonl, one checkpoint, predictions.parquet and finetune.json (in the format
     of probe.json), to a folder or to an address in a bucket. Raises EvaluationError if a test participant was in the
-    encoder's pretraining (unless `allow_seen`), and Preempted after SIGTERM or SIGINT. Under torchrun every rank
-    makes this call and takes its share of every batch; only rank 0 prints and writes.
+    encoder's pretraining (unless `allow_seen`), and Preempted after SIGTERM, SIGINT or SIGHUP. Under torchrun every
+    rank makes this call and takes its share of every batch; only rank 0 prints and writes.
     """
     if not isinstance(config, FinetuneConfig):
         raise TypeError(f"config: expected a FinetuneConfig, got {type(config).__name__}; octfm.config.load makes one")

@@ -61,7 +61,7 @@ def segment(
 
     `out` is a folder or an address in a bucket; the same call resumes an interrupted run. Raises EvaluationError if
     a test participant was in the encoder's pretraining (unless `allow_seen`) or a volume has no fitting truth, and
-    Preempted after SIGTERM or SIGINT.
+    Preempted after SIGTERM, SIGINT or SIGHUP.
     """
     encoder = open_encoder(config, device)
     store = open_store(config, encoder)
