@@ -95,7 +95,7 @@ def test_files_of_different_gray_scales_are_no_volume(tmp_path, how):
     voxels = cube().astype(np.uint8 if how == "window" else np.uint16)
     paths = series(tmp_path, voxels // 2 if how == "window" else 16 * voxels, edit=edit)
     code, sentence = code_of(paths[0])
-    assert code == "inconsistent_parts" and "gray scale" in sentence
+    assert code == "inconsistent_parts" and "grey scale" in sentence
 
 
 def test_windows_of_each_file_change_nothing_where_none_is_needed(tmp_path):

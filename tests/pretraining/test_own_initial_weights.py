@@ -297,7 +297,7 @@ def test_checkpoints_of_either_run_are_strangers_in_the_other(parent, second, tm
             RunFolder(copy, PRETRAINING).newest_whole(quiet)
 
 
-# ---- before step 1 ---------------------------------------------------------------------------------------------------
+# ---- before step 0 ---------------------------------------------------------------------------------------------------
 
 
 def test_F16_test_participants_whom_the_weights_have_seen_stop_the_run(parent, first, tmp_path):

@@ -128,7 +128,7 @@ REASONS: dict[str, Reason] = {
         "some of the files of a volume are missing", "put all files of the acquisition into one folder"
     ),
     "inconsistent_parts": Reason(
-        "files that claim to be one volume but differ in size or gray scale, occur twice or have no order",
+        "files that claim to be one volume but differ in size or grey scale, occur twice or have no order",
         "remove copies, or export it again",
     ),
     "absurd_size": Reason(
@@ -136,7 +136,7 @@ REASONS: dict[str, Reason] = {
     ),
     "unsupported_pixels": Reason(
         "colour, floating-point, neither 8 nor 16 bit, or signed without stating which value is black",
-        "export 8- or 16-bit unsigned grayscale",
+        "export 8- or 16-bit unsigned greyscale",
     ),
     "unsupported_transfer_syntax": Reason(
         "no installed decoder knows this compression", "transcode it where it was made, for example with gdcmconv --raw"

@@ -97,7 +97,7 @@ DOUBTFUL = 0.5
 """Largest share of doubtful A-scans in an accepted scan."""
 REASONS = {
     "dark": "too dark or too little contrast to tell the layers apart",
-    "inverted": "the retina is darker than the vitreous, so fluid cannot be found: export it bright on dark",
+    "inverted": "the retina is darker than the vitreous, so most fluid is missed: export it bright on dark",
     "upside_down": "upside down: the vitreous must be at the top",
     "no_retina": "no retina was found in most A-scans",
     "blinked": "{lost} of {bscans} B-scans are dark or show no retina",

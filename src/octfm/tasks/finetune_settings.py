@@ -49,8 +49,9 @@ class FinetuneConfig(Config):
     lr_head: LearningRate = 1e-3
     """Peak learning rate of the head."""
     lr_encoder: float = Field(default=3e-5, ge=0, le=1)
-    """Peak learning rate of the encoder's final norm; that of the last block is `layer_decay` times as high, and so on.
-    With 0 the encoder is frozen, and its token features are computed once."""
+    """Peak learning rate of the encoder's final norm; each layer before it, from the last block to the patch embedding,
+    has `layer_decay` times the rate of the one after it. With 0 the encoder is frozen, and its token features are
+    computed once."""
     layer_decay: float = Field(default=0.75, gt=0, le=1)
     """Ratio of each block's learning rate to that of the block after it (as in MAE, arXiv:2111.06377)."""
     lora_rank: int | None = Field(default=None, ge=1, le=16_384)

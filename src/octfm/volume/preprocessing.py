@@ -89,7 +89,7 @@ class Preprocessing(Config):
     """Undo axial eye motion before anything is averaged across B-scans."""
     uint16_full_scale: int = Field(default=65535, gt=0, le=65535)
     """The uint16 value that becomes 255. At the default, 65535, each volume's own white is used (`Volume.full_scale`);
-    any other value replaces it. DICOM with BitsStored below 16 is scaled to 16 bits when read: leave it the default."""
+    any other value replaces it. Keep the default for DICOM: voxels of 9 to 15 bits are scaled to 16 when read."""
     algorithm: Literal[2, 3, 4] = 4
     """Version of the algorithm, raised whenever the same settings would give other voxels or another band.
 

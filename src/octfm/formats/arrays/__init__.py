@@ -28,5 +28,5 @@ def exact_gray(array: np.ndarray, uri: str) -> np.ndarray:
             return np.ascontiguousarray(array).astype(np.uint8 if high < 256 else np.uint16)
     raise ReadError(
         "unsupported_pixels",
-        f"{uri}: {array.dtype} values are not gray levels from 0 to 65,535; save it as uint8 or uint16",
+        f"{uri}: {array.dtype} values are not grey levels from 0 to 65,535; save it as uint8 or uint16",
     )

@@ -108,7 +108,7 @@ def unsigned(stored: np.ndarray, bits_stored: int, gray: Gray, inverted: bool, u
             raise ReadError(
                 "unsupported_pixels",
                 f"{uri}: signed pixels with values down to {lowest:g}, and neither a rescale nor a window states which "
-                "value is black; export it as unsigned grayscale",
+                "value is black; export it as unsigned greyscale",
             )
     full = np.iinfo(stored.dtype).max
     scale = full / (white - black)

@@ -196,7 +196,7 @@ def _joint_shape(parts: Sequence[Part], pixels: Sequence[Pixels]) -> Shape3:
     if len(forms) > 1:
         raise ReadError(
             "inconsistent_parts",
-            f"{parts[0].uri}: its {len(parts)} files have B-scans of different size, bits or gray scale (window, "
+            f"{parts[0].uri}: its {len(parts)} files have B-scans of different size, bits or grey scale (window, "
             "rescale, MONOCHROME1); export it again",
         )
     frames = sum(p.shape[0] for p in pixels)

@@ -46,8 +46,8 @@ class JEPAConfig(ObjectiveConfig):
     """Whether the loss of a visible token is divided by the square root of its distance, in tokens, to the nearest
     hidden one (V-JEPA 2.1), because far from hidden tokens copying is all there is to learn."""
     target_norm: TargetNorm = "layer"
-    """How goals are normalised. `layer`: each token separately (V-JEPA 2, there after the encoder's final norm, here
-    without it). `whiten`: decorrelated over tokens, which keeps the rank of the features in short runs (docs/log)."""
+    """How goals are normalised. `layer`: each token separately, as in V-JEPA 2, but without the encoder's final norm
+    before it. `whiten`: decorrelated over tokens, which keeps the rank of the features in short runs (docs/log)."""
     voxel_loss: float = Field(default=0.0, ge=0, le=1e3)
     """Weight of also predicting the voxels of hidden tissue, as mae does: a goal that does not depend on the teacher.
     Not part of the losses that are reported relative to a baseline."""
