@@ -20,6 +20,7 @@ from octfm.catalog.participants.ids import person_key
 from octfm.catalog.scan import scan
 from octfm.errors import StoreError
 from octfm.store import prepare as prepare_module
+from octfm.store import reuse as reuse_module
 from octfm.store.prepare import prepare
 from octfm.store.selection import assert_disjoint_splits
 from octfm.store.store import Store
@@ -74,6 +75,7 @@ def quick(monkeypatch):
 
     monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setattr(prepare_module, "doubtful_way_up", lambda *_: ())
+    monkeypatch.setattr(reuse_module, "native_way_up", lambda *_: "up")
     monkeypatch.setattr(preprocessing_module, "find_tissue", once)
 
 
@@ -210,12 +212,13 @@ class Cohort(RuleBasedStateMachine):
 
     def killed(self, at: int, preparing) -> bool:
         """Prepare, and leave behind what kill -9 leaves at this write; False if there are fewer."""
-        left, writes = self.folder / "left", iter([False] * at)
+        left, writes = self.folder / "left", iter(range(at + 1))
 
         def one_more(*_):
-            if next(writes, True):
-                if not left.exists():  # threads that take volumes over write at the same time
-                    shutil.copytree(self.out, left)
+            write = next(writes, None)  # None: a thread that takes volumes over writes although all is over
+            if write == at:
+                shutil.copytree(self.out, left)
+            if write in (at, None):
                 raise SystemExit
 
         with patch.object(os, "fsync", one_more):
