@@ -226,10 +226,10 @@ def drawing(style: Mapping[Any, Any]) -> Iterator[None]:
 
 
 def markdown(text: str, links: bool = False) -> str:
-    """One line that neither ends a cell of a Markdown table nor opens an HTML element, whatever the text contains; nor
-    a link, an image or emphasis, unless `links`, for what the card's author states."""
+    """One line that neither ends a cell of a Markdown table nor opens an HTML element, whatever the text contains; nor,
+    unless `links`, for what the card's author states, a link with words of its own, an image or emphasis."""
     text = one_line(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"[|]" if links else r"[\\`*\[\]|]", r"\\\g<0>", text)
+    return re.sub(r"[|]" if links else r"[\\`*~\[\]|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)  # a_b stays
 
 
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")

@@ -215,6 +215,17 @@ def test_ome_files_of_single_bscans_state_millimetres_as_one_of_many_pages_does(
     assert refused.value.code == "mixed_images"
 
 
+@pytest.mark.parametrize("other", ['<BinaryOnly MetadataFile="0.ome.tif"/>', '<Pixels PhysicalSizeX="11,5"/>'])
+def test_the_files_of_an_ome_set_have_the_millimetres_that_the_first_states_for_all(tmp_path, other):
+    import tifffile
+
+    mm = "".join(f' PhysicalSize{axis}="{1000 * mm}"' for axis, mm in zip("ZYX", SPACING_MM, strict=True))
+    for at, bscan in enumerate(GRAY):
+        text = f"<OME>{other if at else f'<Pixels{mm}/>'}</OME>"
+        tifffile.imwrite(tmp_path / f"{at}.ome.tif", bscan, metadata=None, description=text)
+    assert read_header(tmp_path).spacing_mm == pytest.approx(SPACING_MM)
+
+
 @pytest.mark.parametrize("word", ["pixel", "", "deg", "reference frame", "furlong"])
 def test_what_is_no_length_is_never_millimetres(word):
     assert to_mm(word) == 0

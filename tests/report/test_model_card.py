@@ -175,7 +175,8 @@ def test_words_from_outside_open_no_element_and_end_no_cell(tmp_path):
     for r in [*result["results"], *result["comparisons"]]:
         r["target"] = attack if r["target"] == "disease" else r["target"]
     (run / "probe.json").write_text(json.dumps(result))
-    text = model_card(run, statements=Statements(dataset=attack, contact=attack))
+    text = model_card(run, statements=Statements(dataset=attack, contact=attack), name="oct [v2]")
+    assert "# oct \\[v2\\]: a 3-D encoder" in text and 'load_encoder("oct [v2]")' in text, "code has no escapes"
     body = text.split("---\n", 2)[2]
     assert "<img" not in body and "\n# heading" not in body
     tables = re.findall(r"(?:^\|.*\n)+", body, re.M)

@@ -379,6 +379,7 @@ def test_not_a_run_folder_is_one_clear_error_and_nothing_is_written(tmp_path):
     [
         ("run.json", "[]", r"run\.json: expected an object"),
         ("run.json", '{"environment": "x"}', r"run\.json: environment is not an object; the file was edited"),
+        ("run.json", '{"parameters": {"total": "x"}}', r"run\.json: parameters\.total is not a whole number; the file"),
         ("run.json", "{", r"run\.json: not valid JSON"),
         ("probe.json", "[" * 100_000, r"probe\.json: not valid JSON"),
         ("probe.json", "{}", r"probe\.json: expected an object with results and comparisons"),

@@ -558,9 +558,9 @@ def test_the_leaderboard_is_written_as_csv_markdown_and_one_page(board, tmp_path
     assert "better, not after Holm" in to_markdown({**result, "comparisons": shaky})
     odd = {
         **result,
-        "results": [{**r, "encoder": r["encoder"].replace("run", "a|<b>![x](y)")} for r in result["results"]],
+        "results": [{**r, "encoder": r["encoder"].replace("run", "a|<b>![x](y) _c_d_")} for r in result["results"]],
     }
-    assert "| a\\|&lt;b&gt;!\\[x\\](y) | frozen |" in to_markdown(odd)
+    assert "| a\\|&lt;b&gt;!\\[x\\](y) \\_c_d\\_ | frozen |" in to_markdown(odd)
     text = to_markdown(result)
     assert "| covariates | baseline |" in text and "36 test participants" in text
     assert "95 % intervals over participants. Guessing gives auroc 0.5, balanced_accuracy 0.333" in text

@@ -159,6 +159,12 @@ def test_a_store_from_before_a_check_passes_it_before_its_volumes_are_reused(tmp
     reused = prepare(catalog, tmp_path / "reused", ROUGH, workers=0, progress=False, reuse=before)
     assert len(store.unprepared()) == 1 and reused.unprepared() == store.unprepared()
     assert content(reused.folder) == content(store.folder)
+    sidecar = tmp_path / "oct" / "p1.json"
+    sidecar.write_text('{"upside_down": false}')
+    declared = prepare(scan(tmp_path / "oct", workers=0), tmp_path / "declared", ROUGH, workers=0, progress=False)
+    sidecar.unlink()
+    undeclared = prepare(catalog, tmp_path / "undeclared", ROUGH, workers=0, progress=False, reuse=declared)
+    assert len(declared) == 3 and undeclared.unprepared() == store.unprepared()
 
 
 def test_prepare_and_a_look_at_pixels_set_an_upside_down_scan_aside(tmp_path, eyes):

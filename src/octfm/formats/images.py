@@ -110,21 +110,25 @@ def significant_bits(uri: str) -> int | None:
 def stated_mm(uris: Iterable[str], uri: str) -> tuple[tuple[float, float] | None, float | None]:
     """((dy, dx), dz) as the TIFF files of single B-scans state them, None for what they do not. Raises ReadError
     mixed_images where they differ by more than 1 %."""
-    found: dict[str, tuple[tuple[float, float] | None, float | None]] = {}
+    stated: dict[str, tuple[tuple[float, float] | None, float | None]] = {}
     for place in uris:
         with open_file(place) as file, _opened(file, place) as image:
-            found[place] = _stated_mm(image)
-        first = next(iter(found))
-        if found[first] == (None, None):
-            break  # PNG and most TIFF files state none, and one of them is enough to see that
-        own, others = (np.array([*(in_plane or (0, 0)), dz or 0]) for in_plane, dz in (found[first], found[place]))
-        if not np.allclose(own, others, rtol=0.01, atol=0):
+            found = _stated_mm(image)
+        if found != (None, None):
+            stated[place] = found
+        elif not stated:
+            return None, None  # PNG and most TIFF files state none, and one of them is enough to see that
+        # Others may state none: of the files of one OME-TIFF the first may describe all (BinaryOnly).
+    first, *others = stated
+    own, *theirs = (np.array([*(in_plane or (0, 0)), dz or 0]) for in_plane, dz in stated.values())
+    for place, other in zip(others, theirs, strict=True):
+        if not np.allclose(own, other, rtol=0.01, atol=0):
             raise ReadError(
                 "mixed_images",
                 f"{uri}: {PurePath(first).name} and {PurePath(place).name} state different millimetres; export all "
                 "B-scans of a volume alike",
             )
-    return next(iter(found.values()))
+    return stated[first]
 
 
 def stack_gray(uris: Iterable[str], uri: str) -> np.ndarray:
@@ -352,15 +356,23 @@ def _stated_mm(image: "Image") -> tuple[tuple[float, float] | None, float | None
     tags, text = getattr(image, "tag_v2", {}), _description(image)
     if text.startswith("ImageJ=") and (unit := to_mm(_word(r"\bunit=(\S+)", text))):
         dy, dx = (1 / float(tags[tag]) if tags.get(tag) else 0.0 for tag in (283, 282))
-        z = float(_word(r"spacing=([\d.eE+-]+)", text) or 0) * unit
+        z = _positive(_word(r"spacing=([\d.eE+-]+)", text)) * unit
         y, x = (dy * unit, dx * unit) if z > 0 else (0.0, 0.0)
     elif "<OME" in text:
         sizes = [_attribute(f"PhysicalSize{axis}", text) for axis in "ZYX"]
         units = [_attribute(f"PhysicalSize{axis}Unit", text) or "um" for axis in "ZYX"]
-        z, y, x = (float(mm or 0) * to_mm(unit) for mm, unit in zip(sizes, units, strict=True))
+        z, y, x = (_positive(stated) * to_mm(unit) for stated, unit in zip(sizes, units, strict=True))
     else:
         return None, None
     return (y, x) if min(y, x) > 0 else None, z if z > 0 else None
+
+
+def _positive(text: str) -> float:
+    """A stated size; 0 if the text is no number above 0, and so states none."""
+    try:
+        return size if (size := float(text)) > 0 else 0.0  # not NaN either
+    except ValueError:
+        return 0.0
 
 
 def to_mm(unit: str) -> float:

@@ -303,7 +303,7 @@ class VisionTransformer3D(nn.Module):
             )
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
         # Elsewhere the host would wait for the device.
-        if index_BM is not None and index_BM.device.type == "cpu" and index_BM.numel() and not traced:
+        if not traced and index_BM is not None and index_BM.device.type == "cpu" and index_BM.numel():
             low, high = map(int, index_BM.aminmax())
             if low < 0 or high >= self.grid.size:
                 raise ConfigError(

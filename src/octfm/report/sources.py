@@ -22,8 +22,8 @@ from octfm.tasks.scene import Scene, load_scenes
 from octfm.volume.volume import eye_id_of
 
 _OF_RECORD: dict[str, type] = {
-    "command": str, "data": str, "started": str, "environment": dict, "git": dict, "parameters": dict, "store": dict,
-    "inherited_participants": int, "inherited_unknown": int,
+    "command": str, "data": str, "fingerprint": str, "started": str, "environment": dict, "git": dict,
+    "parameters": dict, "store": dict, "inherited_participants": int, "inherited_unknown": int,
 }  # fmt: skip
 """Keys of run.json that reports and cards look into -> type."""
 _KINDS = {str: "text", dict: "an object", int: "a whole number"}
@@ -176,8 +176,11 @@ def _outdated(probe: dict[str, Any] | None, run: Path) -> str:
 def _record(path: Path) -> dict[str, Any]:
     """run.json; what is null is not stated. Raises EvaluationError."""
     record = {key: value for key, value in _json(path).items() if value is not None}
-    for key, kind in _OF_RECORD.items():
-        if not isinstance(record.get(key, kind()), kind):
+    kinds = {key: (record[key], kind) for key, kind in _OF_RECORD.items() if key in record}
+    if isinstance(parameters := record.get("parameters"), dict):
+        kinds |= {f"parameters.{part}": (count, int) for part, count in parameters.items()}
+    for key, (value, kind) in kinds.items():
+        if not isinstance(value, kind):
             raise EvaluationError(f"{path}: {key} is not {_KINDS[kind]}; the file was edited, restore it from a copy")
     return record
 

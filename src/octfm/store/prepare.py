@@ -429,7 +429,7 @@ def _with_reused(
     def reused(task: _Task) -> StoreRow | Unprepared:
         row = reusable[task.acquisition.sop_instance_uid]
         try:
-            stage_again(other, row, writer, task.name)
+            stage_again(other, row, task.acquisition.flags, writer, task.name)
         except StoreError:  # damaged or doubtful
             [outcome] = anew([task])
             return outcome

@@ -1,6 +1,7 @@
 """Take prepared volumes over from another store, so that a new folder does not cost a second preparation."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from octfm.errors import StoreError
@@ -28,20 +29,21 @@ def open_other(reuse: Store | str | Location, out: Location, preprocessing: Prep
     return store
 
 
-def stage_again(store: Store, row: StoreRow, writer: StoreWriter, name: str) -> None:
-    """Stage the volume of a row of `store` for `writer`. Raises StoreError if it is damaged or `_doubtful`."""
+def stage_again(store: Store, row: StoreRow, flags: Collection[str], writer: StoreWriter, name: str) -> None:
+    """Stage the volume of a row of `store` for `writer`. `flags`: those that the catalog has for it now. Raises
+    StoreError if it is damaged or `_doubtful`."""
     volume = store[row.index]  # compared with its checksum
-    if _doubtful(volume):
+    if _doubtful(volume, flags):
         raise StoreError(f"{store.path}: volume {row.index} may not be upright; only its file can decide")
     if not _link(store, row.index, writer, name):
         stage(volume, writer.staging, name, writer.compression, writer.crc)
 
 
-def _doubtful(volume: StoredVolume) -> bool:
+def _doubtful(volume: StoredVolume, flags: Collection[str]) -> bool:
     """Whether a volume might be refused today as upside down or of another order of axes (`doubtful_way_up`): it may
-    have been prepared before that was checked."""
+    have been prepared before that was checked, or while a sidecar declared it."""
     row = volume.row
-    if row.modality != "structure" or "looks_upside_down" in row.found or not DECLARED.isdisjoint(row.flags):
+    if row.modality != "structure" or "looks_upside_down" in row.found or not DECLARED.isdisjoint(flags):
         return False
     found = row.confidence.get("ilm_support") or 0.0
     return found < UNDOUBTED and native_way_up(volume.voxels, volume.spacing_mm) != "up"

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from octfm.display import interval, markdown
+from octfm.errors import one_line
 from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location
 from octfm.report import words
@@ -67,7 +68,7 @@ def model_card(
     sources, name = shareable_run(run, catalog, store), name or NAME
     if usage is None:
         pooled = words.POOLS.get(setting(sources, "objective", "pool"), words.POOLS["mean"])
-        place = "folder or hub id" if name == NAME else markdown(name)
+        place = "folder or hub id" if name == NAME else one_line(name)  # code, where nothing is escaped
         usage = USAGE.format(run=place, width=setting(sources, "model", "width"), pooled=pooled)
     parts = [
         _front_matter(sources, statements, name),
