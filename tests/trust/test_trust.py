@@ -734,6 +734,8 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
     assert "The tissue map and the run together: better against the tissue map alone" in found.sentence
     found = {**result["copies"], "near": [{"acquisitions": ["a", "b"]}]}
     assert words.findings({**result, "copies": found})[-1].tone == "bad"
+    one = {**found, "exact": [{}], "near": []}
+    assert words.findings({**result, "copies": one})[-1].sentence.startswith("1 pair holds the same voxels and 0 more")
 
 
 @pytest.mark.usefixtures("undrawn")
