@@ -91,6 +91,7 @@ def test_page_shows_facts_curves_pairs_and_verdicts(runs, tmp_path):
         "Training volumes (same letter: the same) A B" in text and "Preprocessing (same letter: the same) A A" in text
     )
     assert "hash-" not in text and "never-shown" not in text
+    assert "central retinal thickness, scored on 252 eyes of 126 participants." in text
     assert (
         "a against b: better, but not after Holm, for disease, central retinal thickness; inconclusive for diagnosis, study group."
         in text

@@ -111,7 +111,7 @@ def test_shares_of_classes_are_of_the_people_who_were_tested(tmp_path):
     for r in result["results"]:
         r["test_participants_per_class"] = {"healthy": 90, "dme": 60} if r["target"] == "diagnosis" else None
     (run / "probe.json").write_text(json.dumps(result))
-    found = "healthy 90 (71%), dme 60 (48%) (those whose eyes differ count in two)"
+    found = "healthy 90 (71%), dme 60 (48%); those whose eyes differ count in two"
     assert found in paper(run) and found in model_card(run, store=write_store(tmp_path)), "of 126"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
 from octfm.display import readable
+from octfm.report import words
 from octfm.report.sources import Sources, lookup, number
 from octfm.store.layout import StoreRow
 
@@ -132,8 +133,7 @@ def _probed(row: dict[str, Any]) -> str:
     text = f"{each} {row['n_train_participants']} other participants"
     people = row["n_test_participants"]
     shown = ", ".join(f"{name} {count}" for name, count in guarded(per_class, people).items())
-    both = " (those whose eyes differ count in two)" if sum(per_class.values()) > people else ""
-    return text + (f"; {shown}{both}" if shown else "")
+    return text + (f"; {shown}{words.of_two(per_class, people)}" if shown else "")
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -135,6 +135,11 @@ def people_tested(row: dict[str, Any]) -> str:
     return f"{display.number(row['n_test_participants'], 'participant')} {known}"
 
 
+def of_two(per_class: dict[str, int], people: int) -> str:
+    """What follows counts of people per class that add up to more than all of them, because eyes differ."""
+    return "; those whose eyes differ count in two" if sum(per_class.values()) > people else ""
+
+
 def score_rows(results: Iterable[dict[str, Any]], encoders: Iterable[str], absent: str = "") -> list[dict[str, Any]]:
     """Rows of a table of probe results, one per target and metric, with a cell for each of `encoders`."""
     cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
