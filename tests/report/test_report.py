@@ -180,7 +180,7 @@ def test_page_says_what_happened(page):
         "among 126 participants it had never seen, the pretrained encoder reaches AUROC 0.91 (0.86 to 0.95)",
         "better than the same encoder at random initialisation: AUROC +0.11 (+0.06 to +0.16)",
         "That is with 174 labelled participants to learn from; with 44: +0.13 (+0.08 to +0.18), better; with 87: +0.02 (-0.03 to +0.07)",
-        "what pretraining saves in labels",
+        "results with fewer labelled participants",
         "20 participants",
         "40 volumes",
         "1 skipped, 3 rejected",
