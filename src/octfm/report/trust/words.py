@@ -120,7 +120,10 @@ def _left_out(result: dict[str, Any]) -> Finding:
     parts = []
     for c in mean:
         change = f"{NAMES[c['metric']]} {interval(c)}"
-        what = {"worse": "it loses", "better": "it gains", "inconclusive": "a loss is neither shown nor excluded"}
+        neither = "a loss is neither shown nor excluded"
+        if c["verdict"] != "inconclusive":
+            neither = "the interval of the change excludes 0, but not after Holm's correction"
+        what = {"worse": "it loses", "better": "it gains", "inconclusive": neither}
         parts.append(
             f"In {target(c['target'])} {what[c['claim']]}: {change}, mean over scanners, against a probe fitted on as "
             "many participants of the tested scanner."
@@ -150,7 +153,8 @@ def _domains(result: dict[str, Any]) -> Finding:
         if a == b and part["pretrained_on"].get(c["a"]) == part["pretrained_on"].get(c["b"]):
             who += " (the same scanners, so this compares two runs and no domains)"
         gap = f"{NAMES[c['metric']]} {interval(c)}"
-        verdict = {"better": "is better", "worse": "is worse", "inconclusive": "is inconclusive"}[c["claim"]]
+        after = " after Holm's correction" if c["verdict"] != "inconclusive" else ""
+        verdict = {"better": "is better", "worse": "is worse", "inconclusive": f"is inconclusive{after}"}[c["claim"]]
         parts.append(f"In {target(c['target'])}, {who} {verdict}: {gap}.")
         tones.add(c["claim"])
     single = [c for c in part["comparisons"] if c["scanner"] is not None]
