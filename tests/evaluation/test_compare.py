@@ -91,6 +91,7 @@ def test_page_shows_facts_curves_pairs_and_verdicts(runs, tmp_path):
         "Training volumes (same letter: the same) A B" in text and "Preprocessing (same letter: the same) A A" in text
     )
     assert "hash-" not in text and "never-shown" not in text
+    assert "central retinal thickness, scored on 252 eyes of 126 participants." in text
     assert (
         "a against b: better, but not after Holm, for disease, central retinal thickness; inconclusive for diagnosis, study group."
         in text
@@ -118,6 +119,24 @@ def test_page_names_the_checkpoints_that_were_probed(runs, tmp_path):
     text = words(write_compare(named, tmp_path / "c.html", result))
     assert "Checkpoint probed together step-00000030.pt step-00000040.pt" in text
     assert "Checkpoint probed apart – step-00000020.pt" in text and "Meier" not in text
+
+
+def test_no_checkpoint_is_to_be_taken_if_none_is_better_than_chance(runs, tmp_path):
+    row = {
+        "kind": "probe",
+        "target": "disease",
+        "metric": "auroc",
+        "score": 0.48,
+        "chance": 0.5,
+        "step": 9,
+        "pool": "mean",
+    }
+    named = {name: Path(shutil.copytree(run, tmp_path / name)) for name, run in runs.items()}
+    for score, run in zip((0.48, 0.7), named.values(), strict=True):
+        with (run / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
+            metrics.write(json.dumps(row | {"score": score}) + "\n")
+    text = words(write_compare(named, tmp_path / "c.html"))
+    assert "Checkpoint to take none: none is better than chance Take step-00000010.pt" in text
 
 
 def test_ticks_of_curves_stand_at_whole_steps(tmp_path):

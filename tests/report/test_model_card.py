@@ -106,6 +106,42 @@ def test_small_groups_do_not_follow_from_the_total():
     assert guarded({"a": 20, "b": 0}) == {"a": "20 (100%)", "b": "0 (0%)"}
 
 
+def test_shares_of_classes_are_of_the_people_who_were_tested(tmp_path):
+    run, result = write_run(tmp_path, figures=False), probe_result()
+    for r in result["results"]:
+        r["test_participants_per_class"] = {"healthy": 90, "dme": 60} if r["target"] == "diagnosis" else None
+    (run / "probe.json").write_text(json.dumps(result))
+    found = "healthy 90 (71%), dme 60 (48%); those whose eyes differ count in two"
+    assert found in paper(run) and found in model_card(run, store=write_store(tmp_path)), "of 126"
+
+
+@pytest.mark.parametrize(("auroc", "leaks"), [(0.97, True), (0.52, False)])
+def test_features_that_hardly_show_the_scanner_are_no_shortcut(tmp_path, auroc, leaks):
+    run, result = write_run(tmp_path, figures=False), probe_result()
+    row = next(r for r in result["results"] if (r["target"], r["encoder"]) == ("scanner", "pretrained"))
+    row.update(estimate=auroc, low=auroc - 0.02, high=auroc + 0.02)
+    (run / "probe.json").write_text(json.dumps(result))
+    text = model_card(run)
+    assert f"tell scanner apart with AUROC {auroc}" in text and ("a shortcut" in text) == leaks
+
+
+def test_limits_name_only_comparisons_of_the_table_and_targets_with_too_few_people(tmp_path):
+    run, result = write_run(tmp_path, figures=False), probe_result()
+    first = next(r for r in result["results"] if r["target"] == "disease")
+    result["results"].append(
+        {**first, "metric": "ece", "estimate": None, "low": None, "high": None, "note": "Not defined."}
+    )
+    own = next(c for c in result["comparisons"] if c["target"] == "disease")
+    result["comparisons"] = [
+        {**c, "verdict": "better", "low": 0.1, "p": 0.001} for c in result["comparisons"] if c["target"] == "disease"
+    ]
+    result["comparisons"].append({**own, "metric": "ece", "verdict": "inconclusive", "low": -0.1, "p": 0.5})
+    (run / "probe.json").write_text(json.dumps(result))
+    text = model_card(run)
+    assert "comparisons with the baselines are inconclusive" not in text
+    assert "Too few participants for an interval: study_group." in text
+
+
 def test_flow_and_table_are_those_of_the_catalog(parts, card):
     catalog = Catalog.load(parts["catalog"])
     accepted, people = len(catalog.acquisitions), len({a.participant for a in catalog.acquisitions})

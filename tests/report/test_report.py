@@ -37,6 +37,7 @@ from octfm.report.words import (
     key_result,
     latest_health,
     planned,
+    score_rows,
     seen_sentence,
     training_line,
     verdict,
@@ -179,7 +180,7 @@ def test_page_says_what_happened(page):
         "among 126 participants it had never seen, the pretrained encoder reaches AUROC 0.91 (0.86 to 0.95)",
         "better than the same encoder at random initialisation: AUROC +0.11 (+0.06 to +0.16)",
         "That is with 174 labelled participants to learn from; with 44: +0.13 (+0.08 to +0.18), better; with 87: +0.02 (-0.03 to +0.07)",
-        "what pretraining saves in labels",
+        "results with fewer labelled participants",
         "20 participants",
         "40 volumes",
         "1 skipped, 3 rejected",
@@ -567,6 +568,21 @@ def test_health_and_training_are_told_by_their_last_rows_the_worst_first():
     told = training_line(run).replace("\u00a0", " ")
     assert told.startswith("20 steps.") and "with 40 % of a constant prediction's error, 30 % on held-out" in told
     assert "no validation was logged" in training_line(replace(run, validation=[]))
+    assert training_line(replace(run, train=losses[:1])).startswith("1 step. ")
+
+
+def test_a_note_on_one_encoder_names_it():
+    rows = [{"target": "a", "metric": "auroc", "encoder": e, "estimate": 0.5, "note": None} for e in ("x", "y")]
+    (row,) = score_rows([rows[0], {**rows[1], "note": "Below guessing."}], ["x", "y"])
+    assert row["notes"] == ["y: Below guessing."]
+    (row,) = score_rows([{**r, "note": "Below guessing."} for r in rows], ["x", "y"])
+    assert row["notes"] == ["Below guessing."]
+
+
+def test_a_baseline_that_is_not_measurable_is_not_said_to_have_too_few_participants():
+    probe = probe_result()
+    probe["comparisons"][0].update(difference=None, low=None, high=None, p=None, verdict="inconclusive")
+    assert key_result(probe)[1].endswith("the result is inconclusive: it is not measurable.")
 
 
 def test_the_verdict_is_two_sentences():
@@ -642,6 +658,12 @@ def test_next_step_follows_from_the_result(tmp_path):
         "octfm embed runs/a --store STORE",
         "octfm probe runs/a --labels LABELS.csv",
     )
+
+
+def test_a_chart_reads_the_numbers_out_that_it_shows():
+    row = next(r for r in probe_result()["results"] if r["target"] == "cst_um")
+    row |= {"estimate": 0.007, "low": -0.007, "high": 0.026}
+    assert overview_forest([row]).svg.count(interval(row)) == 2
 
 
 def test_forest_plot_has_every_target_once_and_scanner_last():

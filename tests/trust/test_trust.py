@@ -734,6 +734,16 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
     assert "The tissue map and the run together: better against the tissue map alone" in found.sentence
     found = {**result["copies"], "near": [{"acquisitions": ["a", "b"]}]}
     assert words.findings({**result, "copies": found})[-1].tone == "bad"
+    lost = {"target": "disease", "metric": "auroc", "scanner": None, "planned": True, "difference": -0.07, "low": -0.12}
+    lost |= {"high": -0.02, "verdict": "worse", "claim": "inconclusive"}
+    (held,) = (
+        f.sentence
+        for f in words.findings({**result, "left_out_scanner": {"comparisons": [lost], "sentence": ""}})
+        if f.section == "left-out"
+    )
+    assert "not after Holm's correction: AUROC -0.07 (-0.12 to -0.02)" in held and "neither" not in held
+    one = {**found, "exact": [{}], "near": []}
+    assert words.findings({**result, "copies": one})[-1].sentence.startswith("1 pair holds the same voxels and 0 more")
 
 
 @pytest.mark.usefixtures("undrawn")

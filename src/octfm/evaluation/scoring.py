@@ -210,7 +210,7 @@ def compare_metrics(a: Sequence[Scored], b: Sequence[Scored], *, leakage: bool) 
 def difference_words(c: dict[str, Any], digits: int = 3) -> str:
     """A comparison with an interval for a terminal: `a is better against b: +0.020 (+0.005 to +0.034, p = 0.010, Holm
     0.020)`, with `not after Holm: 0.070` where the verdict does not survive that correction."""
-    difference, low, high = (f"{c[name]:+.{digits}f}" for name in ("difference", "low", "high"))
+    difference, low, high = (f"{c[name]:+z.{digits}f}" for name in ("difference", "low", "high"))
     holm_words = "not after Holm:" if fails_holm(c) else "Holm"
     adjusted = "" if c["p_holm"] is None else f", {holm_words} {p_value(c['p_holm'])}"
     p = "p < 0.001" if c["p"] < 0.001 else f"p = {c['p']:.3f}"

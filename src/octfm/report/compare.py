@@ -103,6 +103,9 @@ def _overview(sources: Mapping[str, Sources]) -> list[tuple[str, list[str]]]:
         values = [lookup(s.record, *keys) for s in sources.values()]
         return [ABSENT if v is None else f"{v:,}" if isinstance(v, int) else str(v) for v in values]
 
+    def taken(sentence: str) -> str:
+        return "none: none is better than chance" if words.NO_BETTER in sentence else sentence.split(":")[0] or ABSENT
+
     def logged(s: Sources) -> str:
         steps = series(s.train, "masked_over_baseline")[0]
         return f"{steps[-1] + 1:,.0f}" if len(steps) else ABSENT
@@ -120,7 +123,7 @@ def _overview(sources: Mapping[str, Sources]) -> list[tuple[str, list[str]]]:
         ("Masked loss over baseline, last", [last(s, "train", "masked_over_baseline") for s in every]),
         ("The same, held out", [last(s, "validation", "masked_over_baseline") for s in every]),
         ("Effective rank, last", [last(s, "train", "effective_rank") for s in every]),
-        ("Checkpoint to take", [sentence.split(":")[0] or ABSENT for sentence in advice]),
+        ("Checkpoint to take", [taken(sentence) for sentence in advice]),
         ("Health", [health(s) for s in every]),
     ]
 

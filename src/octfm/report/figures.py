@@ -550,5 +550,4 @@ def plain(name: str) -> str:
 
 
 def _spoken(r: dict[str, Any]) -> str:
-    between = f" ({r['low']:.2f} to {r['high']:.2f})" if r["low"] is not None else ", no interval"
-    return f"{plain(r['target'])}, {r['encoder']}: {number(r['estimate']):.2f}{between}"
+    return f"{plain(r['target'])}, {r['encoder']}: {interval(r)}{'' if r['low'] is not None else ', no interval'}"

@@ -151,11 +151,10 @@ def _sure(sources: Sources) -> str:
     undecided = sum(c["verdict"] == "inconclusive" or words.fails_holm(c) for c in compared)
     if compared:
         parts.append(f"Inconclusive: {undecided} of {number(len(compared), 'planned comparison')}.")
-    few = sorted({readable(r["target"]) for r in probe["results"] if r["low"] is None})
-    if few:
-        parts.append(f"Too few participants for an interval: {', '.join(few)}.")
+    if few := words.without_interval(probe["results"]):
+        parts.append(f"Too few participants for an interval: {', '.join(map(readable, few))}.")
     leak = words.leakage(probe["results"])
-    if leak is not None and leak["estimate"] > 0.6:
+    if leak is not None and words.leaks(leak):
         parts.append(
             "The features also tell scanners apart. Where clinics differ in scanners and diseases, a model may mistake "
             "one for the other."

@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from octfm.display import p_value, readable
+from octfm.display import number, p_value, readable
 from octfm.errors import EvaluationError
 from octfm.io.location import BucketPath, Location, location, write_whole
 
@@ -34,7 +34,7 @@ def _pages() -> "Environment":
     pages = Environment(
         loader=FunctionLoader(_text), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    pages.filters |= {"readable": readable, "p": p_value}
+    pages.filters |= {"readable": readable, "p": p_value, "number": number}
     return pages
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from octfm.catalog.acquisition import Acquisition
 from octfm.display import readable
+from octfm.report import words
 from octfm.report.sources import Sources, lookup, number
 from octfm.store.layout import StoreRow
 
@@ -130,21 +131,25 @@ def _probed(row: dict[str, Any]) -> str:
     per_class = row.get("test_participants_per_class") or {}
     each = "in every fold fitted on about" if row.get("design") == "k-fold" else "fitted on"
     text = f"{each} {row['n_train_participants']} other participants"
-    shown = ", ".join(f"{name} {count}" for name, count in guarded(per_class).items())
-    return text + (f"; {shown}" if shown else "")
+    people = row["n_test_participants"]
+    shown = ", ".join(f"{name} {count}" for name, count in guarded(per_class, people).items())
+    return text + (f"; {shown}{words.of_two(per_class, people)}" if shown else "")
 
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {n:,}" for name, n in counts.items())
 
 
-def guarded(counts: dict[str, int]) -> dict[str, str]:
-    """Counts of people as text, small ones withheld; if so, at least two, since one would follow from the total."""
+def guarded(counts: dict[str, int], people: int | None = None) -> dict[str, str]:
+    """Counts of people as text, small ones withheld; if so, at least two, since one would follow from the total.
+
+    Shares are of `people`, which is less than the sum where one has eyes of two classes; None: of the sum.
+    """
     withheld = {name for name, count in counts.items() if 0 < count < SMALL}
     if len(withheld) == 1:
         others = {name: count for name, count in counts.items() if count >= SMALL}
         withheld |= {min(others, key=others.__getitem__)} if others else set()
-    total = max(1, sum(counts.values()))
+    total = max(1, sum(counts.values()) if people is None else people)
     return {
         name: "withheld" if name in withheld else f"{count:,} ({count / total:.0%})" for name, count in counts.items()
     }

@@ -53,6 +53,7 @@ TARGETS = {
 }
 MAIN = (("disease", "auroc"), ("diagnosis", "auroc"), ("label", "auroc"), ("cst_um", "r2"))
 """The key result is the first of these that was measured."""
+NO_BETTER = "No probed state is better than chance: do not trust any of them yet."
 HIDDEN = "It learned without any label, by predicting hidden parts of the retina."
 
 
@@ -131,7 +132,12 @@ def target(name: str) -> str:
 def people_tested(row: dict[str, Any]) -> str:
     """`40 participants it had never seen`, or how many of them it had, or that nobody can tell."""
     known = f"({note})" if (note := seen_note(row)) else "it had never seen"
-    return f"{row['n_test_participants']} participants {known}"
+    return f"{display.number(row['n_test_participants'], 'participant')} {known}"
+
+
+def of_two(per_class: dict[str, int], people: int) -> str:
+    """What follows counts of people per class that add up to more than all of them, because eyes differ."""
+    return "; those whose eyes differ count in two" if sum(per_class.values()) > people else ""
 
 
 def score_rows(results: Iterable[dict[str, Any]], encoders: Iterable[str], absent: str = "") -> list[dict[str, Any]]:
@@ -144,16 +150,25 @@ def score_rows(results: Iterable[dict[str, Any]], encoders: Iterable[str], absen
             **next(iter(own.values())),
             "metric": METRICS.get(metric, metric),
             "cells": [interval(own[e]) + spread(own[e]) if e in own else absent for e in encoders],
-            "notes": sorted({r["note"] for r in own.values() if r["note"]}),
+            "notes": _notes(own),
         }
         for (_, metric), own in cells.items()
     ]
 
 
+def _notes(own: dict[str, dict[str, Any]]) -> list[str]:
+    """The notes on a metric; one that is not on every encoder names those it is on."""
+    whose: dict[str, list[str]] = {}
+    for name, row in own.items():
+        if row["note"]:
+            whose.setdefault(row["note"], []).append(name)
+    return sorted(note if len(names) == len(own) else f"{', '.join(names)}: {note}" for note, names in whose.items())
+
+
 def spread(row: dict[str, Any]) -> str:
     """`; 3 draws: 0.71 to 0.79` for an arm that was drawn several times, else nothing."""
     draws = [value for value in row.get("per_draw", ()) if value is not None]
-    return f"; {len(draws)} draws: {min(draws):.2f} to {max(draws):.2f}" if len(draws) > 1 else ""
+    return f"; {len(draws)} draws: {min(draws):z.2f} to {max(draws):z.2f}" if len(draws) > 1 else ""
 
 
 def comparison_rows(comparisons: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -188,6 +203,16 @@ def leakage(results: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     return next((r for r in results if r.get("leakage") and r["metric"] == "auroc" and r["estimate"] is not None), None)
 
 
+def leaks(row: dict[str, Any]) -> bool:
+    """Whether features tell scanners apart well enough to be a shortcut, by the row of `leakage`."""
+    return row["estimate"] > 0.6
+
+
+def without_interval(results: Iterable[dict[str, Any]]) -> list[str]:
+    """Targets with too few participants for an interval. A metric that is not defined has none for another reason."""
+    return sorted({r["target"] for r in results if r["estimate"] is not None and r["low"] is None})
+
+
 def key_result(probe: dict[str, Any] | None) -> tuple[str, str]:
     """(tone, text) of the verdict, followed by the same comparison with fewer labels if it was made."""
     tone, text = verdict(probe)
@@ -216,7 +241,8 @@ def verdict(probe: dict[str, Any] | None) -> tuple[str, str]:
     if (row["encoder"], compared["b"]) == ("layers", "random_init"):
         other = "an untrained encoder"
     if compared["low"] is None:
-        text += f" Against {other} the result is inconclusive: too few participants for an interval."
+        why = "too few participants for an interval" if compared["difference"] is not None else "it is not measurable"
+        text += f" Against {other} the result is inconclusive: {why}."
         return "inconclusive", text
     tone = compared["verdict"]
     if tone == "inconclusive":
@@ -312,7 +338,7 @@ def checkpoint_advice(rows: list[dict[str, Any]]) -> str:
         f"Take step-{step + 1:08d}.pt: frozen features predict {display.readable(best['target'])} best there ({score})."
     )
     if number(best["score"]) <= number(best.get("chance", 0)):
-        return f"{text} No probed state is better than chance: do not trust any of them yet."
+        return f"{text} {NO_BETTER}"
     held_out = [
         row for row in rows if row.get("kind") == "validation" and np.isfinite(number(row.get("masked_over_baseline")))
     ]
@@ -383,7 +409,7 @@ def training_line(sources: Sources) -> str:
     else:
         error += "; no validation was logged."
     what = objective(sources).predicted
-    return f"{steps[-1] + 1:.0f} steps. {what[0].upper()}{what[1:]} is predicted with {error}"
+    return f"{display.number(int(steps[-1]) + 1, 'step')}. {what[0].upper()}{what[1:]} is predicted with {error}"
 
 
 def health_line(sources: Sources) -> str:

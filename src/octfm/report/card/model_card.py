@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from octfm.display import interval, markdown
+from octfm.display import duration, interval, markdown
 from octfm.errors import one_line
 from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location
@@ -170,8 +170,8 @@ def _model(sources: Sources, name: str) -> str:
         size = f"{_by(pre.image_size)} voxels (B-scan, axial, lateral)"
         rows.append(("Input", f"{size} over {mm} mm; left eyes are mirrored to right"))
         if pre.band != "classic":
-            rows.append(("Network that finds tissue bands", f"`{pre.band_network}`"))
-        rows.append(("Preprocessing fingerprint", f"`{sources.store.fingerprint}`"))
+            rows.append(("Network that finds tissue bands", pre.band_network))
+        rows.append(("Preprocessing fingerprint", sources.store.fingerprint))
     return "## Model\n\n" + _table(("", ""), rows)
 
 
@@ -245,8 +245,8 @@ def _training(sources: Sources) -> str:
     if environment := sources.record.get("environment"):
         machine = ", ".join(f"{key} {value}" for key, value in environment.items() if key != "precision")
         lines.append(f"Ran on {machine}.")
-    if hours := _hours(sources):
-        lines.append(f"{hours} between the first and the last logged step.")
+    if time := _time(sources):
+        lines.append(f"{time} between the first and the last logged step.")
     lines.append("Health: " + words.health_line(sources))
     return "## Training\n\n" + " ".join(_text(line) for line in lines)
 
@@ -305,16 +305,14 @@ def _limits(sources: Sources) -> str:
         if sources.outdated:
             found.append(sources.outdated)
         if leak := words.leakage(results):
-            found.append(
-                f"Frozen features tell {leak['target']} apart with AUROC {interval(leak)}: a shortcut for any "
-                "model built on them."
-            )
-        few = sorted({r["target"] for r in results if r["low"] is None})
-        if few:
+            shortcut = ": a shortcut for any model built on them" if words.leaks(leak) else ""
+            found.append(f"Frozen features tell {leak['target']} apart with AUROC {interval(leak)}{shortcut}.")
+        if few := words.without_interval(results):
             found.append(f"Too few participants for an interval: {', '.join(few)}.")
         if seen := words.seen_sentence(results):
             found.append(seen)
-        compared = [c for c in sources.probe["comparisons"] if not c.get("leakage")]
+        # Those of the table above.
+        compared = [c for c in sources.probe["comparisons"] if c["metric"] in HEADLINE and not c.get("leakage")]
         if undecided := sorted({c["target"] for c in compared if c["verdict"] == "inconclusive" or fails_holm(c)}):
             found.append(f"Some comparisons with the baselines are inconclusive: {', '.join(undecided)}.")
         if not any("age" in t["column"] or "site" in t["column"] for t in tested(sources.probe)):
@@ -328,12 +326,11 @@ def _limits(sources: Sources) -> str:
     return "## Limits\n\n" + "\n".join(f"- {_text(line)}" for line in found)
 
 
-def _hours(sources: Sources) -> str:
+def _time(sources: Sources) -> str:
     _, times = series(sources.train, "time")
     if len(times) < 2:
         return ""
-    hours = (times.max() - times.min()) / 3600
-    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"
+    return duration(times.max() - times.min())
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

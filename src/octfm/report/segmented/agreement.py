@@ -51,17 +51,17 @@ def sentence(result: dict[str, Any]) -> str:
     who = f"{scans} of {number(centre['n_participants'], 'participant')}" if result["participant_column"] else scans
     if not (limits := centre["bland_altman"]):
         few = "too few for limits of agreement"
-        return f"Centre: octfm minus the device is {_mean_um(centre):+.1f} µm on average ({who}, {few})."
+        return f"Centre: octfm minus the device is {_mean_um(centre):+z.1f} µm on average ({who}, {few})."
     bias, lower, upper = (limits[name] for name in ("bias", "lower", "upper"))
-    between = f"between {lower['estimate']:+.1f} and {upper['estimate']:+.1f} µm"
+    between = f"between {lower['estimate']:+z.1f} and {upper['estimate']:+z.1f} µm"
     if bias["low"] is None:
         return (
-            f"Centre: octfm minus the device is {bias['estimate']:+.1f} µm on average; limits of agreement lie "
+            f"Centre: octfm minus the device is {bias['estimate']:+z.1f} µm on average; limits of agreement lie "
             f"{between}, but {who} are too few to expect others there."
         )
     return (
-        f"Centre: octfm minus the device is {bias['estimate']:+.1f} µm on average (95\u00a0% interval "
-        f"{bias['low']:+.1f} to {bias['high']:+.1f}); 95\u00a0% of scans are expected {between} if differences are "
+        f"Centre: octfm minus the device is {bias['estimate']:+z.1f} µm on average (95\u00a0% interval "
+        f"{bias['low']:+z.1f} to {bias['high']:+z.1f}); 95\u00a0% of scans are expected {between} if differences are "
         f"normally distributed ({scans})."
     )
 
@@ -102,7 +102,7 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
             bias, lower, upper = (interval(limits[name], digits=1) for name in ("bias", "lower", "upper"))
             lines.append(f"{counted}  bias {bias}  limits {lower} to {upper} µm")
         elif zone["points"]:
-            lines.append(f"{counted}  {_mean_um(zone):+.1f} µm on average, too few for limits of agreement")
+            lines.append(f"{counted}  {_mean_um(zone):+z.1f} µm on average, too few for limits of agreement")
         else:
             lines.append(f"{counted}  octfm lacks it in {number(zone['without_ours'], 'scan')}")
     if changing := _changing(result):

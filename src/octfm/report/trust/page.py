@@ -10,7 +10,7 @@ from octfm.report.images import prepared_picture
 from octfm.report.page import render, write_page
 from octfm.report.shareable import shareable_command
 from octfm.report.trust import figures, words
-from octfm.report.words import spread
+from octfm.report.words import of_two, spread
 from octfm.store.store import Store
 
 PAIRS = 6
@@ -79,7 +79,8 @@ def _table(result: dict[str, Any]) -> list[dict[str, Any]]:
                 ],
                 "people": own[0]["n_test_participants"],
                 "unit": own[0]["unit"],
-                "counts": own[0]["test_participants_per_class"] or {},
+                "counts": (counts := own[0]["test_participants_per_class"] or {}),
+                "of_two": of_two(counts, own[0]["n_test_participants"]),
                 "notes": sorted({r["note"] for r in own if r["note"]}),
                 "left_out": own[0]["left_out_classes"],
             }

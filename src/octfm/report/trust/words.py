@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octfm.display import interval, readable
+from octfm.display import interval, number, readable
 from octfm.report.words import METRICS, encoder, people_tested, target
 
 Tone = Literal["better", "worse", "inconclusive", "measured", "none", "ok", "bad"]
@@ -88,7 +88,7 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
             continue
         groups: dict[str, list[str]] = {}
         for c in own:
-            groups.setdefault(c["claim"], []).append(f"{named(c['b'])} ({NAMES[metric]} {c['difference']:+.2f})")
+            groups.setdefault(c["claim"], []).append(f"{named(c['b'])} ({NAMES[metric]} {_gap(c)})")
         for claim in ("worse", "better"):
             if claim in groups:
                 text += f" It is {claim} than {_list(groups[claim])}."
@@ -96,7 +96,7 @@ def _baselines(result: dict[str, Any]) -> list[Finding]:
             text += f" Against {_list(groups['inconclusive'])} the difference is inconclusive."
         for c in (c for c in planned if c["a"] != reference and c["metric"] == metric):
             joint, verdict = named(c["a"]), f"{c['claim']} against {named(c['b'])}"
-            text += f" {joint[:1].upper()}{joint[1:]}: {verdict} ({NAMES[metric]} {c['difference']:+.2f})."
+            text += f" {joint[:1].upper()}{joint[1:]}: {verdict} ({NAMES[metric]} {_gap(c)})."
         found.append(Finding(question, _overall(groups), text, "baselines"))
     return found
 
@@ -120,19 +120,22 @@ def _left_out(result: dict[str, Any]) -> Finding:
     parts = []
     for c in mean:
         change = f"{NAMES[c['metric']]} {interval(c)}"
-        what = {"worse": "it loses", "better": "it gains", "inconclusive": "a loss is neither shown nor excluded"}
+        neither = "a loss is neither shown nor excluded"
+        if c["verdict"] != "inconclusive":
+            neither = "the interval of the change excludes 0, but not after Holm's correction"
+        what = {"worse": "it loses", "better": "it gains", "inconclusive": neither}
         parts.append(
             f"In {target(c['target'])} {what[c['claim']]}: {change}, mean over scanners, against a probe fitted on as "
             "many participants of the tested scanner."
         )
     singles = len([c for c in planned if c["scanner"] is not None])
     if singles:
-        on = _list([f"{readable(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})" for c in lost])
+        on = _list([f"{readable(c['scanner'])} ({target(c['target'])}, {_gap(c)})" for c in lost])
         parts.append(
             f"Scanner by scanner, {len(lost)} of {singles} comparisons show a loss{f': {on}' if lost else ''}."
         )
     if gained:
-        parts.append(f"{len(gained)} show a gain.")
+        parts.append(f"{len(gained)} show{'s' * (len(gained) == 1)} a gain.")
     tone: Tone = "worse" if lost or any(c["claim"] == "worse" for c in mean) else "inconclusive"
     if mean and all(c["claim"] == "better" for c in mean):
         tone = "better"
@@ -150,18 +153,14 @@ def _domains(result: dict[str, Any]) -> Finding:
         if a == b and part["pretrained_on"].get(c["a"]) == part["pretrained_on"].get(c["b"]):
             who += " (the same scanners, so this compares two runs and no domains)"
         gap = f"{NAMES[c['metric']]} {interval(c)}"
-        verdict = {"better": "is better", "worse": "is worse", "inconclusive": "is inconclusive"}[c["claim"]]
+        after = " after Holm's correction" if c["verdict"] != "inconclusive" else ""
+        verdict = {"better": "is better", "worse": "is worse", "inconclusive": f"is inconclusive{after}"}[c["claim"]]
         parts.append(f"In {target(c['target'])}, {who} {verdict}: {gap}.")
         tones.add(c["claim"])
     single = [c for c in part["comparisons"] if c["scanner"] is not None]
     stands = [c for c in single if c["claim"] != "inconclusive"]
     if single:
-        which = _list(
-            [
-                f"{c['claim']} on {readable(c['scanner'])} ({target(c['target'])}, {c['difference']:+.2f})"
-                for c in stands
-            ]
-        )
+        which = _list([f"{c['claim']} on {readable(c['scanner'])} ({target(c['target'])}, {_gap(c)})" for c in stands])
         parts.append(
             f"Scanner by scanner, {len(stands)} of {len(single)} differences hold after "
             f"Holm{f': {which}' if stands else ''}."
@@ -235,7 +234,9 @@ def _subgroups(result: dict[str, Any]) -> Finding:
     planned = [c for c in part["comparisons"] if c["planned"]]
     silent = len(part["comparisons"]) - len(planned)
     if not planned:
-        return Finding(question, "none", f"None of {silent} groups has 10 participants per class.", "subgroups")
+        return Finding(
+            question, "none", f"None of {number(silent, 'group')} has 10 participants per class.", "subgroups"
+        )
     stands = [c for c in planned if c["claim"] != "inconclusive"]
     text = f"{len(stands)} of {len(planned)} differences between a group and everybody else hold after Holm"
     if stands:
@@ -247,7 +248,9 @@ def _subgroups(result: dict[str, Any]) -> Finding:
         )
     text += "."
     if silent:
-        text += f" {silent} more groups have fewer than 10 participants per class, so nothing can be said about them."
+        has, it = ("has", "it") if silent == 1 else ("have", "them")
+        text += f" {number(silent, 'more group')} {has} fewer than 10 participants per class, so nothing can be said "
+        text += f"about {it}."
     if not stands:
         text += " That is no proof of fairness: there may be gaps as large as the intervals are wide."
     tone: Tone = "worse" if any(c["claim"] == "worse" for c in stands) else "inconclusive"
@@ -322,14 +325,20 @@ def _copies(result: dict[str, Any]) -> Finding:
     question, part = "Is a tested scan in the training data under another name?", result["copies"]
     exact, near = len(part["exact"]), len(part["near"])
     if exact or near:
-        text = f"{exact} pairs hold the same voxels and {near} more the same speckle, across the split or under two "
-        text += "participants. Results above are too good until they are removed."
+        hold = "holds" if exact == 1 else "hold"
+        text = f"{number(exact, 'pair')} {hold} the same voxels and {near} more the same speckle, across the split or "
+        text += "under two participants. Results above are too good until they are removed."
         return Finding(question, "bad", text, "copies")
     known = f"{part['fingerprints']} of the volumes have a fingerprint of their file"
     highest = f"highest correlation {part['highest_correlation']:.2f}, threshold {part['threshold']:.2f}"
     text = f"No pair has the same voxels ({known}), and none of the {part['looked_at']} pairs with the nearest vectors "
     text += f"has the same speckle ({highest})."
     return Finding(question, "ok", f"{text} Copies whose vectors are far apart would be missed.", "copies")
+
+
+def _gap(c: dict[str, Any]) -> str:
+    """The difference alone, with enough digits not to read as 0."""
+    return interval({"difference": c["difference"]})
 
 
 def _list(items: Sequence[str]) -> str:
