@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -271,6 +272,13 @@ def test_catalog_parquet_is_replaced_last(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "replace", lambda own, to: (replaced.append(str(to)), replace_file(own, to))[1])
     Catalog("trial", (), ()).save(folder)
     assert replaced == [f"{folder}/rejects.parquet", f"{folder}/catalog.parquet"]
+
+
+def test_a_catalog_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    refused = PermissionError(13, "Permission denied", str(tmp_path / "catalog.parquet"))
+    monkeypatch.setattr("octfm.catalog.catalog.from_parquet", Mock(side_effect=refused))
+    with pytest.raises(PermissionError):
+        Catalog.load(tmp_path)
 
 
 def test_damaged_mixed_and_foreign_catalogs_are_refused(phantom, tmp_path):

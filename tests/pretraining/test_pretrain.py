@@ -373,19 +373,28 @@ def test_a_step_in_which_a_stage_of_masking_would_end_has_one_shape(store, tmp_p
     assert len(rows(quick_pretrain(settings, store, tmp_path / "run", echo=quiet))) == 3
 
 
-def test_a_run_whose_terminal_is_closed_is_saved(store, tmp_path):
-    """The kernel sends SIGHUP, and then the shell does."""
+@pytest.mark.parametrize("signals", ["HUP HUP", "TERM HUP", "INT HUP HUP", "HUP TERM"])
+def test_a_run_whose_terminal_is_closed_is_saved(store, tmp_path, signals):
+    """The kernel sends SIGHUP, and then the shell does; systemd sends it right after the SIGTERM that ends a session."""
     from octfm.errors import Preempted
+
+    numbers = [signal.Signals[f"SIG{name}"] for name in signals.split()]
+
+    def stop_at_once(*_):
+        raise KeyboardInterrupt
 
     def hang_up(line):
         if line.startswith("step ") and "1/3" in line:
-            signal.raise_signal(signal.SIGHUP)
-            signal.raise_signal(signal.SIGHUP)
+            for number in numbers:
+                signal.raise_signal(number)
 
-    before = signal.getsignal(signal.SIGHUP)
-    with pytest.raises(Preempted, match=r"SIGHUP: saved after [12] of 3 updates"):
-        quick_pretrain(config(steps=3), store, tmp_path / "run", echo=hang_up)
-    assert signal.getsignal(signal.SIGHUP) == before
+    before = {number: signal.signal(number, stop_at_once) for number in {*numbers}}
+    try:
+        with pytest.raises(Preempted, match=rf"{numbers[-1].name}: saved after [12] of 3 updates"):
+            quick_pretrain(config(steps=3), store, tmp_path / "run", echo=hang_up)
+    finally:
+        after = {number: signal.signal(number, handler) for number, handler in before.items()}
+    assert set(after.values()) == {stop_at_once}
     assert len(rows(quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet))) == 3
 
 

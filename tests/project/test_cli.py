@@ -323,6 +323,45 @@ main.main()
     assert done.returncode == 0 and (tmp_path / "file").read_bytes() == b"3"
 
 
+def test_a_verb_in_the_background_goes_on_when_its_terminal_is_closed(tmp_path):
+    """After `octfm … & disown` no signal says so; the next line that it printed ended it, with a checkpoint unsaved."""
+    body = """
+import sys, time
+from pathlib import Path
+from octfm.cli import main
+from octfm.cli.options import echo_line
+from octfm.io.progress import Progress
+def work(**_):
+    with Progress("training", 2, "steps", always=True) as bar:
+        bar.advance()
+        print("bar", flush=True)
+        sys.stdin.read()  # until the terminal is closed
+        for err in (False, True):
+            echo_line("step 2", err=err)
+        bar.advance()
+    Path("saved").touch()
+main.app = work
+main.main()
+"""
+    terminal, line = os.openpty()
+    work = subprocess.Popen(
+        [sys.executable, "-c", body],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=line,
+        stderr=line,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(line)
+    seen = b""
+    while b"bar" not in seen:
+        seen += os.read(terminal, 1000)
+    os.close(terminal)
+    assert work.stdin
+    work.stdin.close()
+    assert work.wait(60) == 0 and (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize(
     ("chosen", "spins"), [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
 )

@@ -353,6 +353,8 @@ def _read_parquet(path: Location) -> tuple[list[dict[str, Any]], dict[str, Any]]
         table = from_parquet(path)
     except FileNotFoundError:
         raise CatalogError(f"{path}: no such file; make it with: octfm scan FOLDER") from None
+    except PermissionError:  # of a colleague's catalog, which is whole
+        raise
     except (OSError, pa.ArrowException) as error:
         raise CatalogError(f"{path}: damaged ({reason_of(error, 120)}); scan again") from error
     facts = from_json((table.schema.metadata or {}).get(b"octfm", b"{}"))

@@ -129,7 +129,8 @@ def main() -> None:
 
 def _open_streams() -> None:
     """Put the null device where a process was started without stdin, stdout or stderr (`2>&-`). Else the next file that
-    is opened gets that number, and what a library prints goes into it; and children do not start."""
+    is opened gets that number, and what a library prints goes into it; and children do not start. Let terminals be
+    closed."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -138,6 +139,22 @@ def _open_streams() -> None:
             null = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8", closefd=False))
+        stream = getattr(sys, name)
+        if number and isinstance(stream, io.TextIOWrapper) and stream.isatty():
+            terminal = io.BufferedWriter(_Terminal(number, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(terminal, encoding=stream.encoding, line_buffering=True))
+
+
+class _Terminal(io.FileIO):
+    """A terminal. If it is closed while the command goes on in the background (`disown`), further lines are lost."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
 
 
 def _settle(code: int) -> int:

@@ -224,8 +224,9 @@ def _repeat(training: Training, session: Session, interruption: "Interruption", 
 
 class Interruption:
     """Remembers SIGTERM, SIGINT and SIGHUP (the terminal is gone) while entered, so that the step is finished and saved
-    first; says so at once. A second signal acts at once, unless a launcher or a shell repeats it. A signal that is
-    ignored, as SIGHUP is under nohup, stays so. Only the main thread receives signals."""
+    first; says so at once. A second signal acts at once, unless a launcher repeats it; SIGHUP never does, since shells
+    repeat it and systemd sends it right after SIGTERM. A signal that is ignored, as SIGHUP is under nohup, stays so.
+    Only the main thread receives signals."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -250,24 +251,22 @@ class Interruption:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         answered, self.signal_name = self.signal_name is not None, signal.Signals(number).name
         if not answered and self._first:
-            again = "" if self._patient else "; a second one stops at once"
+            again = "" if self._patient or number == signal.SIGHUP else "; a second one stops at once"
             # Not print, which this handler may have interrupted.
             with suppress(OSError):
                 os.write(2, f"{self.signal_name} received: saving, then stopping{again}\n".encode())
         if number == signal.SIGHUP:
-            signal.signal(number, signal.SIG_IGN)  # the shell sends it once more
             with Path(os.devnull).open("wb") as nowhere:
                 for fd in self._terminals:  # a line for a terminal that is gone would be an error
                     os.dup2(nowhere.fileno(), fd)
         elif not self._patient:
-            self._restore()
+            self._restore(but=signal.SIGHUP)
 
     def leave(self, what: str) -> None:
         """Raise Preempted after a signal, during work that precedes the first step and is repeated from its start."""
         if self.signal_name is not None:
             raise Preempted(f"{self.signal_name}: stopped while {what}; run again to start over with that")
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+    def _restore(self, but: int | None = None) -> None:
+        for number in set(self._before) - {but}:
+            signal.signal(number, self._before.pop(number))
