@@ -38,7 +38,7 @@ FULL = Size(
     600,
     (0.31, 0.02, 0.67),
     1.3e9,
-    "5 to 12 minutes (measured: 350 and 593 s on Intel Xeons, 273 and 512 s on AMD EPYCs, 740 s on one without AVX-512)",
+    "5 to 12 minutes (measured: 350 and 593 s on Intel Xeons, 273 and 512 s on AMD EPYCs, 740 s without AVX-512)",
 )
 """As many as fit into nine minutes on most processors measured. Leaves 414 participants that pretraining has not seen:
 the standard error of a paired AUROC difference is then about .02, half of the gain for disease (docs/log)."""
