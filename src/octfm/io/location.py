@@ -291,7 +291,7 @@ def expect_writable(folder: Location) -> None:
     """Raises ConfigError if the folder is `unwritable`: call it before work whose result would be lost. A bucket need
     not allow deletion; the file that was tried is then left there."""
     if problem := unwritable(folder, deletes=False):
-        raise ConfigError(f"{problem}; free some space, change the permissions, or choose another folder")
+        raise ConfigError(f"{problem}; choose another folder, free some space, or change the permissions")
 
 
 def holds_other(folder: Location, own: str) -> bool:
