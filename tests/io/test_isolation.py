@@ -112,6 +112,11 @@ def test_a_child_that_ends_as_it_starts_is_named_with_advice_that_helps(monkeypa
         isolation._Child(2**30)
 
 
+def test_a_child_leaves_it_to_its_parent_what_a_signal_to_the_whole_group_ends():
+    """As when a terminal is closed, or a scheduler ends a job: files at work became rejects of a decoder that crashed."""
+    assert run(signal.raise_signal, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]) == [None] * 3
+
+
 def test_ctrl_c_while_a_child_starts_prints_no_traceback(monkeypatch, capfd):
     release()  # idle children of other tests have started already
     # The handler of a terminal: in a job of the background children inherit that SIGINT is ignored.

@@ -129,6 +129,8 @@ def test_few_participants_are_not_said_to_hold_95_percent_of_scans(tmp_path):
         result = device_agreement(write(tmp_path / "t.csv", rows_of(people)))
         text[people] = sentence(result)
         assert "µm on average" in write_agreement(result, tmp_path / "agree.html", []).read_text(encoding="utf-8")
+    one = write_agreement(device_agreement(write(tmp_path / "t.csv", rows_of(1)[:1])), tmp_path / "agree.html", [])
+    assert ">1 of 1 scan<" in one.read_text(encoding="utf-8")
     assert "2 scans of 1 participant, too few for limits of agreement" in text[1]
     assert "10 scans of 5 participants are too few to expect others there" in text[5]
     assert (

@@ -226,6 +226,25 @@ def test_output_that_nobody_reads_any_more_is_an_error_of_one_line(tmp_path):
     assert code == 1 and "its output is read no further" in err and err.count("\n") == 1, err
 
 
+def test_a_code_is_kept_where_nobody_reads_its_line():
+    """As `octfm … 2>&1 | tee log` when a job is ended: 75 says that the run has saved, and was 1."""
+    body = """
+from contextlib import suppress
+from octfm.cli import main
+from octfm.errors import Preempted
+def work(**_):
+    with suppress(BrokenPipeError):  # at once only if Python does not buffer
+        print("a line that nobody reads")
+    raise Preempted("saved")
+main.app = work
+main.main()
+"""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as pipe:
+        assert subprocess.run([sys.executable, "-c", body], stdout=pipe, stderr=pipe).returncode == 75
+
+
 def test_a_current_folder_that_was_deleted_is_named(tmp_path):
     """A scan from there ended in "no such file" without a name, and `python -m octfm` in a traceback."""
     (tmp_path / "gone").mkdir()
@@ -360,6 +379,15 @@ main.main()
     assert work.stdin
     work.stdin.close()
     assert work.wait(60) == 0 and (tmp_path / "saved").exists()
+
+
+def test_a_terminal_shows_at_once_what_unbuffered_python_writes():
+    body = "import os; from octfm.cli import main; main._open_streams(); print('1', end=''); os.write(1, b'2')"
+    terminal, line = os.openpty()
+    subprocess.run([sys.executable, "-u", "-c", body], stdout=line, stdin=subprocess.DEVNULL, check=True)
+    os.close(line)
+    assert os.read(terminal, 10) == b"12"
+    os.close(terminal)
 
 
 @pytest.mark.parametrize(

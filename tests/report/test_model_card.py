@@ -106,12 +106,20 @@ def test_small_groups_do_not_follow_from_the_total():
     assert guarded({"a": 20, "b": 0}) == {"a": "20 (100%)", "b": "0 (0%)"}
 
 
-def test_shares_of_classes_are_of_the_people_who_were_tested(tmp_path):
+@pytest.mark.parametrize(
+    ("unit", "why"),
+    [
+        ("eye", "those whose eyes differ count in two"),
+        ("acquisition", "those whose scans differ count in each of their"),
+    ],
+)
+def test_shares_of_classes_are_of_the_people_who_were_tested(tmp_path, unit, why):
     run, result = write_run(tmp_path, figures=False), probe_result()
     for r in result["results"]:
-        r["test_participants_per_class"] = {"healthy": 90, "dme": 60} if r["target"] == "diagnosis" else None
+        own = r["target"] == "diagnosis"
+        r |= {"test_participants_per_class": {"healthy": 90, "dme": 60} if own else None, "unit": unit}
     (run / "probe.json").write_text(json.dumps(result))
-    found = "healthy 90 (71%), dme 60 (48%); those whose eyes differ count in two"
+    found = f"healthy 90 (71%), dme 60 (48%); {why}"
     assert found in paper(run) and found in model_card(run, store=write_store(tmp_path)), "of 126"
 
 

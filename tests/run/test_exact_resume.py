@@ -119,6 +119,22 @@ def test_a_second_signal_acts_at_once():
         signal.signal(signal.SIGINT, before)
 
 
+def test_a_signal_while_the_handlers_are_put_back_changes_nothing(monkeypatch):
+    """As Ctrl-C just when a training is done, which ended in a KeyError."""
+    before, put, calls = [signal.getsignal(number) for number in Interruption.SIGNALS], signal.signal, []
+
+    def interrupted(number, handler):
+        calls.append(number)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return put(number, handler)
+
+    with Interruption() as interruption:
+        monkeypatch.setattr(signal, "signal", interrupted)
+    assert interruption.signal_name == "SIGTERM"
+    assert [signal.getsignal(number) for number in Interruption.SIGNALS] == before
+
+
 def test_F18_a_damaged_newest_checkpoint_falls_back_to_the_one_before(store, whole, tmp_path):
     """One flipped bit, which torch reads without complaint."""
     run = shutil.copytree(whole, tmp_path / "run")

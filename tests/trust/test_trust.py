@@ -744,6 +744,9 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
     assert "not after Holm's correction: AUROC -0.07 (-0.12 to -0.02)" in held and "neither" not in held
     one = {**found, "exact": [{}], "near": []}
     assert words.findings({**result, "copies": one})[-1].sentence.startswith("1 pair holds the same voxels and 0 more")
+    few = [{**c, "planned": False} for c in result["subgroups"]["comparisons"][:1]]
+    said = words.findings({**result, "subgroups": {**result["subgroups"], "comparisons": few, "sentence": None}})
+    assert "No group has 10 participants per class." in [f.sentence for f in said]
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -123,7 +123,13 @@ def main() -> None:
     if _is_settled(exit_file):
         code, message = 0, message if first else ""
     if message:
-        sys.stderr.write(f"octfm: {one_line(mask(message))}\n")
+        with suppress(BrokenPipeError):
+            sys.stderr.write(f"octfm: {one_line(mask(message))}\n")
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            stream.flush()
+        except BrokenPipeError:  # Python would try again as it ends, and then change the exit code
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     sys.exit(code)
 
 
@@ -141,8 +147,10 @@ def _open_streams() -> None:
             setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8", closefd=False))
         stream = getattr(sys, name)
         if number and isinstance(stream, io.TextIOWrapper) and stream.isatty():
-            terminal = io.BufferedWriter(_Terminal(number, "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(terminal, encoding=stream.encoding, line_buffering=True))
+            terminal, at_once = _Terminal(number, "w", closefd=False), stream.write_through  # python -u
+            output: Any = terminal if at_once else io.BufferedWriter(terminal)
+            lines = io.TextIOWrapper(output, stream.encoding, line_buffering=True, write_through=at_once)
+            setattr(sys, name, lines)
 
 
 class _Terminal(io.FileIO):

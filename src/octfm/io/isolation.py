@@ -35,6 +35,8 @@ IDLE_S = 30.0
 _START_S = 120.0
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "BLIS", "NUMEXPR", "VECLIB_MAXIMUM")}
 _HEAD = struct.Struct("<Q")
+_OF_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Terminals and schedulers send them to the whole group; the parent decides, and children ignore them."""
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from octfm.io.isolation import serve; serve(int(sys.argv[2]))"
@@ -128,8 +130,8 @@ class _Child:
         # -P keeps the current folder out of sys.path until _START has replaced it.
         start = [sys.executable, "-P", "-c", _START, json.dumps(import_path()), str(os.getpid())]
         environment = {**ENVIRONMENT, **os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(_python_path())}
-        # Inherited, until `serve` ignores Ctrl-C: one during its imports would print a traceback.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # Inherited, until `serve` ignores them: Ctrl-C during its imports would print a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUP)
         try:
             self._process = subprocess.Popen(
                 start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
@@ -299,8 +301,9 @@ def serve(parent: int) -> None:
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for number in _OF_GROUP:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUP)
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     memory = pickle.loads(_read_message(requests))
     _limit(memory)

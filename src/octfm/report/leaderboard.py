@@ -29,8 +29,8 @@ def write_leaderboard(result: dict[str, Any], order: list[str], out: str | Path)
         "target": result["target"],
         "reference": result["reference"],
         "participants": first["n_test_participants"],
-        "counts": (counts := first["test_participants_per_class"] or {}),
-        "of_two": words.of_two(counts, first["n_test_participants"]),
+        "counts": first["test_participants_per_class"] or {},
+        "of_two": words.of_two(first),
         "seen": words.seen_sentence(result["results"]),
         "metrics": [words.METRICS[m] for m in metrics],
         "rows": [

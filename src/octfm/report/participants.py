@@ -131,9 +131,8 @@ def _probed(row: dict[str, Any]) -> str:
     per_class = row.get("test_participants_per_class") or {}
     each = "in every fold fitted on about" if row.get("design") == "k-fold" else "fitted on"
     text = f"{each} {row['n_train_participants']} other participants"
-    people = row["n_test_participants"]
-    shown = ", ".join(f"{name} {count}" for name, count in guarded(per_class, people).items())
-    return text + (f"; {shown}{words.of_two(per_class, people)}" if shown else "")
+    shown = ", ".join(f"{name} {count}" for name, count in guarded(per_class, row["n_test_participants"]).items())
+    return text + (f"; {shown}{words.of_two(row)}" if shown else "")
 
 
 def _counts(counts: dict[str, int]) -> str:

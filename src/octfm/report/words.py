@@ -135,9 +135,15 @@ def people_tested(row: dict[str, Any]) -> str:
     return f"{display.number(row['n_test_participants'], 'participant')} {known}"
 
 
-def of_two(per_class: dict[str, int], people: int) -> str:
-    """What follows counts of people per class that add up to more than all of them, because eyes differ."""
-    return "; those whose eyes differ count in two" if sum(per_class.values()) > people else ""
+def of_two(row: dict[str, Any]) -> str:
+    """What follows the counts of people per class of a result if they add up to more than all of them: some have eyes,
+    or scans, of several classes."""
+    per_class = row.get("test_participants_per_class") or {}
+    if sum(per_class.values()) <= row["n_test_participants"]:
+        return ""
+    if row.get("unit") == "acquisition":
+        return "; those whose scans differ count in each of their classes"
+    return "; those whose eyes differ count in two"
 
 
 def score_rows(results: Iterable[dict[str, Any]], encoders: Iterable[str], absent: str = "") -> list[dict[str, Any]]:

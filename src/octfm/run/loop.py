@@ -192,6 +192,7 @@ def open_session(
 
 def train(training: Training, session: Session, interruption: "Interruption") -> None:
     """Train to the end. Raises Preempted after a signal, once the step is finished and saved."""
+    session.echo, session.aloud = (interruption.heard(echo) for echo in (session.echo, session.aloud))
     session.waiting.start()
     # A bar on a terminal; elsewhere the lines of the training itself show how far it is.
     shown = training.runtime.leads and sys.stderr.isatty()
@@ -262,6 +263,18 @@ class Interruption:
         elif not self._patient:
             self._restore(but=signal.SIGHUP)
 
+    def heard(self, echo: Echo) -> Echo:
+        """`echo`, whose lines may be lost once a signal came: Ctrl-C ends the tee of `octfm … | tee` at once."""
+
+        def say(line: str) -> None:
+            try:
+                echo(line)
+            except BrokenPipeError:
+                if self.signal_name is None:
+                    raise
+
+        return say
+
     def leave(self, what: str) -> None:
         """Raise Preempted after a signal, during work that precedes the first step and is repeated from its start."""
         if self.signal_name is not None:
@@ -269,4 +282,6 @@ class Interruption:
 
     def _restore(self, but: int | None = None) -> None:
         for number in set(self._before) - {but}:
-            signal.signal(number, self._before.pop(number))
+            # A signal that comes in between restores the others.
+            if (handler := self._before.pop(number, None)) is not None:
+                signal.signal(number, handler)

@@ -79,8 +79,8 @@ def _table(result: dict[str, Any]) -> list[dict[str, Any]]:
                 ],
                 "people": own[0]["n_test_participants"],
                 "unit": own[0]["unit"],
-                "counts": (counts := own[0]["test_participants_per_class"] or {}),
-                "of_two": of_two(counts, own[0]["n_test_participants"]),
+                "counts": own[0]["test_participants_per_class"] or {},
+                "of_two": of_two(own[0]),
                 "notes": sorted({r["note"] for r in own if r["note"]}),
                 "left_out": own[0]["left_out_classes"],
             }

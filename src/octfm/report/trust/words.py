@@ -232,11 +232,9 @@ def _subgroups(result: dict[str, Any]) -> Finding:
     if part["sentence"]:
         return Finding(question, "none", part["sentence"], "subgroups")
     planned = [c for c in part["comparisons"] if c["planned"]]
-    silent = len(part["comparisons"]) - len(planned)
     if not planned:
-        return Finding(
-            question, "none", f"None of {number(silent, 'group')} has 10 participants per class.", "subgroups"
-        )
+        return Finding(question, "none", "No group has 10 participants per class.", "subgroups")
+    silent = len(part["comparisons"]) - len(planned)
     stands = [c for c in planned if c["claim"] != "inconclusive"]
     text = f"{len(stands)} of {len(planned)} differences between a group and everybody else hold after Holm"
     if stands:
