@@ -135,8 +135,8 @@ def main() -> None:
 
 def _open_streams() -> None:
     """Put the null device where a process was started without stdin, stdout or stderr (`2>&-`). Else the next file that
-    is opened gets that number, and what a library prints goes into it; and children do not start. Let terminals be
-    closed."""
+    is opened gets that number, and what a library prints goes into it; and children do not start. A terminal
+    may be closed later (`_Terminal`)."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -189,7 +189,7 @@ def _system_error(error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         if not name and error.strerror and "temporary directory" in error.strerror:  # Python's words; torch needs one
             return f"{error.strerror}; free space in one, or name a writable folder in TMPDIR"
-        if not name and not _is_somewhere():
+        if not name and not _has_current_folder():
             return "the current folder has been deleted; cd into another one, and run the same command again"
         return f"{path}no such file or folder; check the path"
     if isinstance(error, PermissionError):
@@ -205,7 +205,7 @@ def _system_error(error: OSError) -> str:
     return f"{path}{error.strerror or error}; fix this, or choose another path, and run the same command again"
 
 
-def _is_somewhere() -> bool:
+def _has_current_folder() -> bool:
     """Whether the current folder exists."""
     with suppress(FileNotFoundError):
         return Path.cwd().exists()

@@ -142,7 +142,7 @@ def _counts(counts: dict[str, int]) -> str:
 def guarded(counts: dict[str, int], people: int | None = None) -> dict[str, str]:
     """Counts of people as text, small ones withheld; if so, at least two, since one would follow from the total.
 
-    Shares are of `people`, which is less than the sum where one has eyes of two classes; None: of the sum.
+    Shares are of `people`, which are fewer than the sum where a person's scans are of two classes; None: of the sum.
     """
     withheld = {name for name, count in counts.items() if 0 < count < SMALL}
     if len(withheld) == 1:
