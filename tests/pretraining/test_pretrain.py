@@ -423,11 +423,11 @@ def test_a_run_under_nohup_goes_on(store, tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         run = quick_pretrain(
-            config(steps=2), store, tmp_path / "run", echo=lambda _: signal.raise_signal(signal.SIGHUP)
+            config(steps=4), store, tmp_path / "run", echo=lambda _: signal.raise_signal(signal.SIGHUP)
         )
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert len(rows(run)) == 2
+    assert len(rows(run)) == 4
 
 
 def test_stages_of_masking_train_and_resume(store, tmp_path):
