@@ -3,7 +3,7 @@
 import functools
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -29,7 +29,7 @@ from octfm.display import number
 from octfm.errors import shown
 from octfm.formats.bscans import Reader
 from octfm.formats.plug_in import require_readers
-from octfm.formats.reasons import REASONS
+from octfm.formats.reasons import REASONS, Header
 from octfm.io.archive import MEMBER, is_folder, recall, unpack
 from octfm.io.bucket import Account
 from octfm.io.isolation import Limits
@@ -127,14 +127,13 @@ def scan(
         Pattern.parse(text) for text in ([participant_from] if isinstance(participant_from, str) else participant_from)
     ]
     require_readers(readers)
-    _expect_known(layouts, modalities)
+    _expect_known(layouts, modalities, seed)
     expect_fractions(fractions)
-    if not isinstance(seed, Integral) or seed < 0:
-        raise CatalogError(f"seed: expected a whole number of 0 or more, got {shown(seed)}")
     if nominal_spacing_mm is not None:
         nominal_spacing_mm = as_spacing(nominal_spacing_mm, "nominal_spacing_mm")
     placed = _placed(splits_of)
     bscans_only = tuple(layouts) == ("line",)
+    pixels = pixels or bscans_only  # decodes everything, to compare voxels and anatomy: copies of B-scans are common
     # List the files and read the tables.
     folder = existing_root(root)
     account, in_children = Account(folder), functools.partial(spread, workers=workers, limits=limits)
@@ -160,14 +159,7 @@ def scan(
     left_out = [*found.refused, *rejects, *(undecoded.get(row.uri, row) for row in rows if isinstance(row, Reject))]
     _expect_rows_to_fit(accepted, left_out, tables)
     _say_what_is_unfound(folder, tables, {header.sop_instance_uid for header in headers})
-    # Copies may be filed under another participant, and their paths help to find out whose a folder is. So does a copy
-    # without millimetres, which would be rejected: it is given some, which nothing uses.
-    copied = [accept(copy, tables, nominal_spacing_mm, estimated) for copy, _ in duplicates]
-    for place, (copy, _) in enumerate(duplicates):
-        if isinstance(copied[place], Reject):
-            given = replace(copy, spacing_mm=(1.0, 1.0, 1.0), spacing_source="nominal")
-            copied[place] = accept(given, tables)
-    copies = [copy for copy in copied if isinstance(copy, Acquisition)]
+    copies = [*_copies([copy for copy, _ in duplicates], tables, nominal_spacing_mm, estimated)]
     # Find participants and eyes that only paths state.
     for path in found.files:
         recall(path)  # facts of the listing expire during a long scan; each would then cost another request
@@ -180,8 +172,7 @@ def scan(
     )
     pixel_rejects: list[Reject] = []
     pixel_pairs: list[tuple[str, str]] = []
-    # On request, decode everything and compare voxels and anatomy. In sets of single B-scans copies are common.
-    if pixels or bscans_only:
+    if pixels:
         acquisitions, pixel_rejects, pixel_pairs = inspect_pixels(acquisitions, in_children, keep_upside_down, readers)
     copy_rejects, pairs = without_lost_originals(copy_rejects, pair_of, headers, duplicates, pixel_rejects)
     left_out += [*copy_rejects, *pixel_rejects]
@@ -195,19 +186,15 @@ def scan(
         companions=len(found.companions) + joined_files - sum(reject.code == "not_a_bscan" for reject in left_out),
         skipped=tuple(reject for reject in left_out if reject.expected),
         requests=account.close(),
-        pixels=pixels or bscans_only,
+        pixels=pixels,
     )
     if not acquisitions:
-        why = _why_nothing(folder, left_out, layouts)
-        if readers:  # only from Python, where no health page shows what the reader did wrong
-            damaged = (reject for reject in left_out if reject.code == "damaged_file")
-            why += f"; for example {next(damaged, left_out[0]).sentence}"
-        raise NothingAccepted(why, catalog)
+        raise NothingAccepted(_why_nothing(folder, left_out, layouts, readers), catalog)
     _expect_people_to_fit(acquisitions, tables, participants)
     return catalog
 
 
-def _expect_known(layouts: Collection[Layout], modalities: Collection[Modality]) -> None:
+def _expect_known(layouts: Collection[Layout], modalities: Collection[Modality], seed: int) -> None:
     if not ("raster" in layouts or tuple(layouts) == ("line",)) or any(name not in ADMISSIBLE for name in layouts):
         raise CatalogError(
             f"layouts: expected raster, raster,radial, raster,line or line; got {','.join(layouts) or 'none'}"
@@ -215,6 +202,8 @@ def _expect_known(layouts: Collection[Layout], modalities: Collection[Modality])
     if "structure" not in modalities or any(name not in MODALITIES for name in modalities):
         got = ",".join(modalities) or "none"
         raise CatalogError(f"modalities: expected structure or structure,octa; got {got}")
+    if not isinstance(seed, Integral) or seed < 0:
+        raise CatalogError(f"seed: expected a whole number of 0 or more, got {shown(seed)}")
 
 
 def _expect_images(found: Found, folder: Location) -> None:
@@ -289,6 +278,18 @@ def _say_what_is_unfound(folder: Location, tables: Tables, uids: Collection[str]
             f"{tables.own}: ignored {number(len(unfound), 'row')} whose file is not below {folder} or may be several "
             f"there, for example {unfound[0]}; fetch what is missing, or correct the paths"
         )
+
+
+def _copies(
+    headers: Iterable[Header], tables: Tables, nominal_spacing_mm: Spacing3 | None, estimated: Mapping[int, float]
+) -> Iterator[Acquisition]:
+    """The copies, which may be filed under another participant; their paths help to find out whose a folder is."""
+    for header in headers:
+        row = accept(header, tables, nominal_spacing_mm, estimated)
+        if isinstance(row, Reject):  # for want of millimetres, as a rule: it is given some, which nothing uses
+            row = accept(replace(header, spacing_mm=(1.0, 1.0, 1.0), spacing_source="nominal"), tables)
+        if isinstance(row, Acquisition):
+            yield row
 
 
 def _people(scans: Mapping[str, str], root: Location, patterns: Sequence[Pattern], tables: Tables) -> dict[str, Whose]:
@@ -382,7 +383,9 @@ def _unpack(found: Found, root: Location, into: Path, tables: Tables) -> None:
         paths[:] = [files.get(str(path), path) for path in paths]
 
 
-def _why_nothing(folder: Location, left_out: Sequence[Reject], layouts: Collection[Layout]) -> str:
+def _why_nothing(
+    folder: Location, left_out: Sequence[Reject], layouts: Collection[Layout], readers: Sequence[Reader]
+) -> str:
     """The sentence of an error, with every reason, how often it occurs and what to do."""
     # Images, or a folder of them, that may be of several eyes.
     single = "line" not in layouts and any(
@@ -390,6 +393,9 @@ def _why_nothing(folder: Location, left_out: Sequence[Reject], layouts: Collecti
         for reject in left_out
     )
     hint = _OF_SINGLE if single else ""
+    if readers:  # only from Python, where no health page shows what the reader did wrong
+        damaged = (reject for reject in left_out if reject.code == "damaged_file")
+        hint += f"; for example {next(damaged, left_out[0]).sentence}"
     return f"{folder}: none of {len(left_out)} files is an acceptable OCT volume: {_reasons(left_out)}{hint}"
 
 

@@ -7,12 +7,12 @@ Every key is optional. Keys of other programs are ignored; a mistyped key or an 
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import NoReturn, cast
+from typing import Any, NoReturn
 
-from octfm.errors import ReadError
+from octfm.errors import ReadError, shown
 from octfm.formats.names import may_be_an_eye
 from octfm.io.archive import MEMBER, file_size, is_folder, open_file
 from octfm.io.location import Location, listed
@@ -32,9 +32,9 @@ KEYS = {
     "modality": f"one of {', '.join(_MODALITIES)}; octa is OCT angiography",
     "axes": "the letters D, H and W, such as DHW",
     "bits": "how many bits of 16 are used, a whole number from 8 to 16",
-    "superior_first": "true where B-scan 0 is superior, false where it is inferior",
+    "superior_first": "true or false, without quotes: true where B-scan 0 is superior, false where it is inferior",
     "bscan_lines_mm": "[x, y, x, y] per B-scan: its first and last A-scan on the fundus, to the right and downwards",
-    "upside_down": "true where row 0 is the choroid's side, so that rows are flipped; false where it is the vitreous's",
+    "upside_down": "true or false, without quotes: true where row 0 is the choroid's side, so that rows are flipped",
 }
 """Every key that is read -> description of its value."""
 _ALSO = {"spacing_mm_zyx": "spacing_mm"}
@@ -127,60 +127,59 @@ def spacing_from(value: object, where: str) -> Spacing3:
     if isinstance(value, list | tuple) and len(value) == 3 and all(_is_number(mm) and mm > 0 for mm in value):
         z, y, x = (float(mm) for mm in value)
         return z, y, x
-    shown = f"{str(value)[:80]!r}" if isinstance(value, str) else str(value)[:80]
-    _refuse(f"{where}: spacing_mm is {shown}; expected {KEYS['spacing_mm']}")
+    _refuse(f"{where}: spacing_mm is {shown(value)}; expected {KEYS['spacing_mm']}")
+
+
+_WORDS = ("laterality", "scanner", "protocol", "modality", "axes")
+"""Keys whose values are text."""
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "laterality": may_be_an_eye,
+    "participant": lambda who: type(who) in (str, int) and not _NO_TEXT.search(str(who).strip()),
+    "modality": lambda text: text.lower() in ("", *_MODALITIES),
+    "axes": lambda text: sorted(text.upper()) in ([], ["D", "H", "W"]),
+    "bits": lambda bits: type(bits) is int and 8 <= bits <= 16,
+    "superior_first": lambda value: isinstance(value, bool),
+    "bscan_lines_mm": lambda ends: isinstance(ends, list) and ends != [] and all(map(_is_line, ends)),
+    "upside_down": lambda value: isinstance(value, bool),
+}
+"""Key -> whether a value is what KEYS describes. `type`, because True is an int."""
 
 
 def _parsed(content: bytes, place: str, others: bool = False) -> Declared:
     """`others`: without any of the keys, similar ones are another program's, not mistyped, and any modality passes."""
-    text = _decoded(content, place)
-    lines = _Lines(text, place)
+    lines = _Lines(_decoded(content, place), place)
     facts = lines.facts()
     known = {name for name in facts if name in KEYS or name in _ALSO}
     if others and not known:
         return Declared()
     for name in facts:
-        if name not in KEYS and name not in _ALSO and (meant := _nearest(name)):
+        if name not in known and (meant := _nearest(name)):
             _refuse(f"{lines.at(name)}: unknown key {name[:40]!r}; did you mean {meant}? It is {KEYS[meant]}")
     if not known:
         return Declared(flags=("sidecar_states_nothing",))
-    stated = {name: value for name, value in facts.items() if name in known and value is not None}
+    stated: dict[str, Any] = {name: facts[name] for name in facts if name in known and facts[name] is not None}
     spacings = {name: spacing_from(stated[name], lines.at(name)) for name in ("spacing_mm", *_ALSO) if name in stated}
     if len(set(spacings.values())) > 1:
         _refuse(f"{lines.at('spacing_mm')}: spacing_mm and spacing_mm_zyx differ; keep one of them")
-    words = {name: _text(stated.get(name), name, lines) for name in ("laterality", "scanner", "protocol")}
-    modality, axes = (_text(stated.get(name), name, lines) for name in ("modality", "axes"))
-    if modality and modality.lower() not in _MODALITIES and not others:  # of a DICOM its header says it, as OPT
-        _refuse(f"{lines.at('modality')}: modality is {modality[:40]!r}; expected {KEYS['modality']}")
-    if not may_be_an_eye(words["laterality"]):
-        _refuse(f"{lines.at('laterality')}: laterality is {words['laterality'][:40]!r}; expected {KEYS['laterality']}")
-    if axes and sorted(axes.upper()) != ["D", "H", "W"]:
-        _refuse(f"{lines.at('axes')}: axes is {axes[:40]!r}; expected {KEYS['axes']}")
-    bits, upside_down, participant = (stated.get(name) for name in ("bits", "upside_down", "participant"))
-    if bits is not None and not (isinstance(bits, int) and not isinstance(bits, bool) and 8 <= bits <= 16):
-        _refuse(f"{lines.at('bits')}: bits is {str(bits)[:40]}; expected {KEYS['bits']}")
-    for name in ("upside_down", "superior_first"):
-        if not isinstance(value := stated.get(name), bool | None):
-            _refuse(f"{lines.at(name)}: {name} is {str(value)[:40]!r}; expected true or false, without quotes")
-    if (
-        not isinstance(participant, str | int | None)
-        or isinstance(participant, bool)
-        or _NO_TEXT.search(str(participant).strip())
-    ):
-        _refuse(f"{lines.at('participant')}: participant is not an id; expected {KEYS['participant']}")
-    ends = stated.get("bscan_lines_mm", [[0] * 4])
-    if not (isinstance(ends, list) and ends and all(map(_is_line, ends))):
-        _refuse(f"{lines.at('bscan_lines_mm')}: bscan_lines_mm is {str(ends)[:40]}; expected {KEYS['bscan_lines_mm']}")
+    stated |= {name: _text(stated.get(name), name, lines) for name in _WORDS}
+    for name, fits in _FITS.items():
+        of_header = others and name == "modality"  # a DICOM's header states it, as OPT
+        if name in stated and not fits(stated[name]) and not of_header:
+            got = "not an id" if name == "participant" else shown(stated[name], 40)
+            _refuse(f"{lines.at(name)}: {name} is {got}; expected {KEYS[name]}")
+    upside_down = stated.get("upside_down")
     return Declared(
-        **words,
-        superior_first=cast(bool | None, stated.get("superior_first")),
-        bscan_lines_mm=tuple(tuple(map(float, line)) for line in ends) if "bscan_lines_mm" in stated else (),
-        axes=axes.upper(),
-        modality=_MODALITIES.get(modality.lower()),
-        participant="" if participant is None else str(participant).strip(),
         spacing_mm=next(iter(spacings.values()), None),
-        bits=bits,
-        upside_down=cast(bool | None, upside_down),
+        laterality=stated["laterality"],
+        participant=str(stated.get("participant", "")).strip(),
+        scanner=stated["scanner"],
+        protocol=stated["protocol"],
+        modality=_MODALITIES.get(stated["modality"].lower()),
+        axes=stated["axes"].upper(),
+        bits=stated.get("bits"),
+        superior_first=stated.get("superior_first"),
+        bscan_lines_mm=tuple(tuple(map(float, line)) for line in stated.get("bscan_lines_mm", ())),
+        upside_down=upside_down,
         flags=() if upside_down is None else ("declared_upside_down",) if upside_down else ("declared_upright",),
     )
 
@@ -252,7 +251,7 @@ def _nearest(name: str) -> str:
 
 def _text(value: object, name: str, lines: _Lines) -> str:
     if not isinstance(value, str | None):
-        _refuse(f"{lines.at(name)}: {name} is {str(value)[:40]}; expected {KEYS[name]}, in double quotes")
+        _refuse(f"{lines.at(name)}: {name} is {shown(value, 40)}; expected {KEYS[name]}, in double quotes")
     return (value or "").strip()
 
 

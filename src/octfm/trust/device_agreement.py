@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,18 @@ PARTICIPANT = ("participant", "participant_id")
 """Columns that may name the participant of a row."""
 
 
+@dataclass(frozen=True)
+class _Eye:
+    """A row with zones of both."""
+
+    line: int
+    """As a spreadsheet counts them: the header is 1."""
+    row: dict[str, str]
+    ours: dict[str, float]
+    device: dict[str, float]
+    participant: str
+
+
 def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
     """Differences in µm, ours minus the device's, per zone, over the rows of a table of octfm segment.
 
@@ -51,31 +64,12 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
     if device is not None:
         rows = _with_device(rows, read_rows(device, (), "the device's zones"), table, device)
     named = _participants_of(rows)
-    left_out = dict.fromkeys(LEFT_OUT, 0)
-    used = []
-    for line, row in enumerate(rows, 2):  # as a spreadsheet counts them: the header is 1
-        ours, theirs = zones_in(row, OURS, table), zones_in(row, DEVICE_UNIT, table)
-        if reason := _why_left_out(row, ours, theirs):
-            left_out[reason] += 1
-            continue
-        person = row[named].strip() if named else ""
-        # A row without a name must not be joined to the others without one.
-        used.append({"row": row, "ours": ours, "device": theirs, "participant": person or f"row {line}", "line": line})
+    used, left_out = _compared(rows, named, table)
     if not used:
         counted = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
         remedy = "give --device TABLE.csv" if device is None else f"check that {device} names the rows in the same way"
         raise EvaluationError(f"{table}: no eye has zones of ours and of the device ({counted}); {remedy}")
-    lines: dict[str, int] = {}
-    for each in used:
-        line = lines.setdefault(source := each["row"]["source"], each["line"])
-        if source and line != each["line"]:
-            raise EvaluationError(
-                f"{table}: {one_line(source)} stands in rows {line} and {each['line']}, and would count as two scans; "
-                "delete one of them"
-            )
-    for each, person in zip(used, people(np.array([each["participant"] for each in used])), strict=True):
-        each["participant"] = str(person)
-    eyes = [(each["participant"], each["row"].get("laterality", "")) for each in used]
+    eyes = {(each.participant, each.row.get("laterality", "")) for each in used}
     zones = [zone for name in ZONES if (zone := _zone(name, used))["points"] or zone["without_ours"]]
     slopes = {zone["target"]: p for zone in zones if (p := (zone["slope_per_100_um"] or {}).get("p")) is not None}
     return {
@@ -83,19 +77,43 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
         "used": len(used),
         "left_out": left_out,
         "participant_column": named,
-        "participants": len({each["participant"] for each in used}) if named else None,
-        "unnamed": sum(not each["row"][named].strip() for each in used) if named else 0,
-        "repeated": len(eyes) - len(set(eyes)) if named else None,
-        "not_on_fovea": sum(NOT_MOVED in each["row"].get("device_note", "") for each in used),
-        "ours_not_on_fovea": sum(each["row"].get("grid_centre") == "scan" for each in used),
-        "scanners": dict(Counter(name for each in used if (name := each["row"].get("scanner", "").strip()))),
-        "corrected": sum(bool(each["row"].get("corrected_bscans")) for each in used),
-        "models": sorted({each["row"]["model"] for each in used if each["row"].get("model")}),
+        "participants": len({each.participant for each in used}) if named else None,
+        "unnamed": sum(not each.row[named].strip() for each in used) if named else 0,
+        "repeated": len(used) - len(eyes) if named else None,
+        "not_on_fovea": sum(NOT_MOVED in each.row.get("device_note", "") for each in used),
+        "ours_not_on_fovea": sum(each.row.get("grid_centre") == "scan" for each in used),
+        "scanners": dict(Counter(name for each in used if (name := each.row.get("scanner", "").strip()))),
+        "corrected": sum(bool(each.row.get("corrected_bscans")) for each in used),
+        "models": sorted({model for each in used if (model := each.row.get("model"))}),
         "large_um": LARGE_UM,
         "zones": zones,
         "changing": [name for name, p in zip(slopes, holm([*slopes.values()]), strict=True) if p <= LEVEL],
         "large": _large(used),
     }
+
+
+def _compared(rows: Sequence[dict[str, str]], named: str | None, table: Path) -> tuple[list[_Eye], dict[str, int]]:
+    """Rows with zones of both, and how many others are left out for which reason. `named`: the column of participants.
+
+    Raises EvaluationError if a scan stands in two rows.
+    """
+    used: list[_Eye] = []
+    left_out, lines = dict.fromkeys(LEFT_OUT, 0), dict[str, int]()
+    for line, row in enumerate(rows, 2):
+        ours, theirs = zones_in(row, OURS, table), zones_in(row, DEVICE_UNIT, table)
+        if reason := _why_left_out(row, ours, theirs):
+            left_out[reason] += 1
+            continue
+        if (source := row["source"]) and (first := lines.setdefault(source, line)) != line:
+            raise EvaluationError(
+                f"{table}: {one_line(source)} stands in rows {first} and {line}, and would count as two scans; delete "
+                "one of them"
+            )
+        person = row[named].strip() if named else ""
+        # A row without a name must not be joined to the others without one.
+        used.append(_Eye(line, row, ours, theirs, person or f"row {line}"))
+    ids = people(np.array([each.participant for each in used]))
+    return [replace(each, participant=str(person)) for each, person in zip(used, ids, strict=True)], left_out
 
 
 def _participants_of(rows: Sequence[dict[str, str]]) -> str | None:
@@ -115,14 +133,13 @@ def _why_left_out(row: dict[str, str], ours: dict[str, float], theirs: dict[str,
     return "" if ours.keys() & theirs.keys() else WITHOUT_OURS
 
 
-def _zone(name: str, used: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _zone(name: str, used: Sequence[_Eye]) -> dict[str, Any]:
     """Bias and limits of one zone, with the points of its plot."""
-    both = [each for each in used if name in each["ours"] and name in each["device"]]
-    ours, theirs = (np.array([each[side][name] for each in both]) for side in ("ours", "device"))
-    people = np.array([each["participant"] for each in both])
+    both = [each for each in used if name in each.ours and name in each.device]
+    ours, theirs = np.array([each.ours[name] for each in both]), np.array([each.device[name] for each in both])
+    people = np.array([each.participant for each in both])
     apart, level, count = ours - theirs, (ours + theirs) / 2, len(set(people))
     boot = (lambda metric: bootstrap(metric, people, resamples=RESAMPLES)) if count >= MIN_PARTICIPANTS else None
-
     return {
         "target": name,
         "a": "octfm",
@@ -130,7 +147,7 @@ def _zone(name: str, used: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "quantity": "µm",
         "n_eyes": len(both),
         "n_participants": count,
-        "without_ours": sum(name in each["device"] and name not in each["ours"] for each in used),
+        "without_ours": sum(name in each.device and name not in each.ours for each in used),
         "n_large": int((np.abs(apart) > LARGE_UM).sum()),
         # One participant does not show how participants differ, so there are no limits.
         "bland_altman": agreement.limits(apart, people, boot) if count > 1 else None,
@@ -139,21 +156,21 @@ def _zone(name: str, used: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _large(used: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _large(used: Sequence[_Eye]) -> list[dict[str, Any]]:
     """Zones that differ by more than LARGE_UM, the largest difference first."""
     found = [
         {
-            "row": each["line"],
-            "source": one_line(each["row"]["source"]),
+            "row": each.line,
+            "source": one_line(each.row["source"]),
             "zone": name,
-            "ours": each["ours"][name],
-            "device": each["device"][name],
-            "difference": each["ours"][name] - each["device"][name],
-            "note": each["row"].get("device_note", ""),
+            "ours": each.ours[name],
+            "device": each.device[name],
+            "difference": each.ours[name] - each.device[name],
+            "note": each.row.get("device_note", ""),
         }
         for each in used
         for name in ZONES
-        if name in each["ours"] and name in each["device"]
+        if name in each.ours and name in each.device
     ]
     return sorted((f for f in found if abs(f["difference"]) > LARGE_UM), key=lambda f: -abs(f["difference"]))
 

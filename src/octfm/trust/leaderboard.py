@@ -20,7 +20,7 @@ from octfm.errors import ConfigError, Echo, EvaluationError
 from octfm.evaluation.arms import covariates, with_table
 from octfm.evaluation.cases import Cases, Round, Skip, find_target, make_cases, make_rounds, people
 from octfm.evaluation.probe import RESAMPLES, describe, predict, rows_seen
-from octfm.evaluation.scoring import HEADLINE, Predictions, compare_metrics, correct, fails_holm, planned_metrics, score
+from octfm.evaluation.scoring import HEADLINE, compare_metrics, correct, fails_holm, planned_metrics, score
 from octfm.evaluation.statistics import enough_resamples
 from octfm.evaluation.tissue_map import tissue_map
 from octfm.io.location import local_path
@@ -78,45 +78,27 @@ def leaderboard(
     """
     out, opened = local_path(out), [to_evaluate(Store.open(path), exclude) for path in stores]
     paths = [local_path(str(found(str(entry)))) for entry in entries]
-    tuned = _tuned([path for path in paths if (path / "predictions.parquet").is_file()])
-    frozen = [path for path in paths if not (path / "predictions.parquet").is_file()]
     if not paths or not opened:
         raise EvaluationError("expected at least one run, checkpoint or fine-tuned folder, and a store")
-    for path in frozen:
-        if (path / "run.json").is_file() and RunFolder(path, FINE_TUNING).record.get("kind") == FINE_TUNING.name:
-            raise EvaluationError(
-                f"{path}: this fine-tuning has not finished, so it has no predictions.parquet; wait for it, or run its "
-                "command again; for its encoder alone, give a file of its checkpoints"
-            )
+    # Check all inputs before hours of embedding, and before anything is written.
+    frozen, tuned = _entries(paths)
     for saved in (saved for own in tuned for saved in own.runs):
         saved.require_same_volumes(opened)
-    names = [entry_name(path) for path in frozen] + [t.name for t in tuned]
-    every = [*names, *BASELINES, *(["random_init"] if frozen else [])]
-    if repeated := {name for name in every if every.count(name) > 1}:
-        raise EvaluationError(
-            f"expected differently named entries, got {min(repeated)} more than once; give each run once, or rename a "
-            "folder"
-        )
-    # Check all inputs before hours of embedding, and before anything is written.
     table = read_labels(labels) if labels is not None else None
     volumes = of_store(opened[0])
     volumes = take_rows(volumes, np.argsort(volumes.acquisition))  # in the order of embeddings
     cases, rounds, seen_rows = _tested(target, volumes, table, orders, paths, allow_seen, seed)
     vectors = _embed_entries(frozen, opened, out / "embeddings", echo)
     base = replace(read_embeddings(histogram_baseline(opened[0], out / "embeddings")), name="histogram")
-    # The last vectors are those of the first checkpoint's random initialisation.
     quality = read_embeddings(quality_baseline(opened[0], out / "embeddings"))
     known = with_table(covariates(base, quality.vectors), table)
+    # The last vectors are those of the first checkpoint's random initialisation.
     baselines = [*vectors[len(frozen) :], base, tissue_map(opened[0], base), known]
     align([volumes, base, *vectors])
     facts = describe(cases, rounds, "recommended_split", seen_rows)
-    runs: dict[str, tuple[str, list[Predictions]]] = {}
-    for e in vectors[: len(frozen)]:
-        runs[e.name] = "frozen", [predict(cases, rounds, e, "linear", seed)]
-    for t in tuned:
-        runs[t.name] = t.what, [saved.for_cases(cases, base, rounds[0].test) for saved in t.runs]
-    for e in baselines:
-        runs[e.name] = "baseline", [predict(cases, rounds, e, "linear", seed)]
+    runs = {e.name: ("frozen", [predict(cases, rounds, e, "linear", seed)]) for e in vectors[: len(frozen)]}
+    runs |= {t.name: (t.what, [saved.for_cases(cases, base, rounds[0].test) for saved in t.runs]) for t in tuned}
+    runs |= {e.name: ("baseline", [predict(cases, rounds, e, "linear", seed)]) for e in baselines}
     if resamples is None:
         resamples = enough_resamples(len(planned_metrics(cases)) * (len(runs) - 1), RESAMPLES)
     scored = {
@@ -124,7 +106,7 @@ def leaderboard(
         for name, (what, predictions) in runs.items()
     }
     # The first entry, unless it is a fine-tuned run in a group that has the name of another run.
-    first = next(name for name in (entry_name(paths[0]), *names) if name in scored)
+    first = next(name for name in (entry_name(paths[0]), *scored) if name in scored)
     others = [own for name, own in scored.items() if name != first]
     comparisons = [row for own in others for row in compare_metrics(scored[first], own, leakage=False)]
     return {
@@ -294,6 +276,26 @@ def _embed_entries(paths: Sequence[Path], stores: Sequence[Store], folder: Path,
     pool = common_pool(dict(zip(names, paths, strict=True)), stores)
     found = [embed_run(path, name, stores, folder, echo, pool=pool) for path, name in zip(paths, names, strict=True)]
     return [*found, embed_run(paths[0], "random_init", stores, folder, echo, draw=0, pool=pool)]
+
+
+def _entries(paths: Sequence[Path]) -> tuple[list[Path], list[Tuned]]:
+    """Encoders to probe, and fine-tuned runs by recipe. Raises EvaluationError for a fine-tuning that has not finished
+    and for a name that occurs twice."""
+    finished = [path for path in paths if (path / "predictions.parquet").is_file()]
+    frozen, tuned = [path for path in paths if path not in finished], _tuned(finished)
+    for path in frozen:
+        if (path / "run.json").is_file() and RunFolder(path, FINE_TUNING).record.get("kind") == FINE_TUNING.name:
+            raise EvaluationError(
+                f"{path}: this fine-tuning has not finished, so it has no predictions.parquet; wait for it, or run its "
+                "command again; for its encoder alone, give a file of its checkpoints"
+            )
+    names = [*map(entry_name, frozen), *(t.name for t in tuned), *BASELINES, *(["random_init"] if frozen else [])]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise EvaluationError(
+            f"expected differently named entries, got {min(repeated)} more than once; give each run once, or rename a "
+            "folder"
+        )
+    return frozen, tuned
 
 
 def _tuned(paths: Sequence[Path]) -> list[Tuned]:
