@@ -15,7 +15,7 @@ from octfm.catalog.participants.path_words import (
     plain,
     segments,
 )
-from octfm.catalog.participants.patterns import LABELLED, Pattern, Place
+from octfm.catalog.participants.patterns import LABELLED, Pattern, Place, matches
 from octfm.catalog.participants.splits import parse_split
 from octfm.display import EYES
 from octfm.errors import ConfigError, one_line
@@ -99,11 +99,7 @@ def guess_people(
     chosen = _choose(nameless, paths)
     patterns = {text: pattern for text in dict.fromkeys(chosen.texts.values()) if (pattern := _parsed(text))}
     order = sorted(patterns, key=lambda text: -text.count("/"))  # deeper patterns are more specific
-    found = {
-        uri: match[0]
-        for uri, place in places.items()
-        if (match := next((m for t in order if (m := patterns[t].match(place))), None))
-    }
+    found = {uri: match.participant for uri, match in matches(places, [patterns[text] for text in order]).items()}
     people = {uri: paths[uri][at[0]][at[1]].text for uri, at in chosen.at.items()}
     reused = _reused(paths, chosen.at, people)
     apart = " ".join(f"--participant-from {text!r}" for text in chosen.apart)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -190,6 +190,12 @@ def _telling_words_in(folder: Path) -> frozenset[str]:
     with suppress(OSError):
         return telling_words(entry.name for entry in folder.iterdir())
     return frozenset()
+
+
+def matches(places: Mapping[str, Place], patterns: Sequence[Pattern]) -> dict[str, Match]:
+    """What the first pattern that fits finds in each path; without the paths that none fits."""
+    first = {uri: next((m for p in patterns if (m := p.match(place))), None) for uri, place in places.items()}
+    return {uri: match for uri, match in first.items() if match}
 
 
 def eyes_named(places: Mapping[str, Place], meant: Iterable[str]) -> dict[str, frozenset[Laterality]]:

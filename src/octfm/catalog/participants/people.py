@@ -8,13 +8,13 @@ between train and test, would corrupt every result unnoticed.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from octfm.catalog.participants.guess import EXAMPLES, Guess, guess_people
 from octfm.catalog.participants.ids import may_be_one_person, person_key
 from octfm.catalog.participants.path_words import eye_abbreviations, segments
-from octfm.catalog.participants.patterns import Pattern, PeopleError, Place, eyes_named, place_of
+from octfm.catalog.participants.patterns import Pattern, PeopleError, Place, eyes_named, matches, place_of
 from octfm.io.location import Location
 from octfm.volume.volume import Laterality
 
@@ -62,40 +62,34 @@ def find_people(
     nameless = {uri: place for uri, place in places.items() if uri not in known}
     meant = eye_abbreviations({name for place in places.values() for name in place.names})
     eyes = eyes_named(places, meant)
-    labels: dict[str, Mapping[str, str]] = {}
+    matched = matches(places, patterns)
+    eyes |= {uri: match.eyes for uri, match in matched.items() if match.eyes}
+    found = {uri: match.participant for uri, match in matched.items()}
+    guess: Guess | None = None
     if patterns:
-        stated = {uri: next((m for p in patterns if (m := p.match(place))), None) for uri, place in places.items()}
-        found = {uri: match[0] for uri, match in stated.items() if match}
         _expect_all(nameless, found, patterns)
-        eyes |= {uri: match.eyes for uri, match in stated.items() if match and match.eyes}
-        labels = {uri: match.labels for uri, match in stated.items() if match}
-        source: Source = "pattern"
-        doubt = ""
     elif nameless:
         found, guess = guess_people(nameless, places, meant, eyes)
-        source, doubt = "folder", guess.doubt
-    else:
-        found, source, doubt = {}, "", ""
     # From names in paths to ids; `_joined_with` replaces those whose participant other files state.
     ids = {found[uri]: found[uri] for uri in nameless if uri in found}
     contradiction = _joined_with(known, found, ids)
-    if source == "folder":
+    if guess is not None:
         guessed = {*ids.values()} - {*known.values()}
         pairs = may_be_one_person([*ids.values(), *known.values()])
-        alike = [f"{a!r} and {b!r} may be one person" for a, b in pairs if guessed.intersection((a, b))]
-        doubt = doubt or contradiction or next(iter(alike), "")
-        if doubt:
-            raise _ambiguous(root, len(nameless), len(scans), Guess(guess.lines, guess.participants, doubt))
+        alike = (f"{a!r} and {b!r} may be one person" for a, b in pairs if guessed.intersection((a, b)))
+        if doubt := guess.doubt or contradiction or next(alike, ""):
+            raise _ambiguous(root, len(nameless), len(scans), replace(guess, doubt=doubt))
     elif contradiction:
         raise PeopleError(
             f"--participant-from: {contradiction}; state another pattern, or name these files in a table (--table)"
         )
+    source: Source = "pattern" if guess is None else "folder"
     return {
         uri: Whose(
-            known[uri] if uri in known else ids[found[uri]],
+            known.get(uri) or ids[found[uri]],
             "" if uri in known else source,
             eyes[uri],
-            labels.get(uri, {}),
+            matched[uri].labels if uri in matched else {},
         )
         for uri in places
     }
