@@ -105,23 +105,26 @@ def segment(
     octfm segment my_bscans/ --layouts line --out bscans.csv
     octfm segment encoder=runs/vit_s --store prepared truth=clinic/ground_truth --steps 400 --out runs/segment
     """
-    from octfm.cli.segment_scans import Scans, in_catalogs, is_table
+    from octfm.cli.segment_scans import Scans, in_catalogs
 
-    if only_corrected and (apply_corrections is None or not is_table(out)):
-        raise ConfigError(
-            "--only-corrected: limits a table to corrected scans; add --apply-corrections FOLDER and --out FILE.csv"
-        )
-    if workers and not (is_table(out) and apply_corrections is None):
-        raise ConfigError("--workers: segments scans for a table; add --out FILE.csv, without --apply-corrections")
     training_only, files_only = ("baselines", "allow_seen"), ("dicom", "layouts", "workers", "file_seconds", "file_gb")
     packaged_only = ("calibrate", "apply_corrections", "axial_length")
     words, limits = words or [], opt.limits_of(file_seconds, file_gb)
     has_settings = store is not None or steps is not None
     are_files = ["=" not in word or Path(word).exists() for word in words]
-    trains = not sample and apply is None and (has_settings or not all(are_files))
-    folder = out if trains else local_path(out)
+    if sample:
+        others = ("store", "steps", "apply", "calibrate", "axial_length", *training_only, *files_only)
+        opt.refuse(context, others, "--sample segments synthetic scans")
+    elif has_settings and (apply is not None or any(are_files)):
+        raise ConfigError(
+            "--store and --steps: settings of a training; with --apply or files to segment leave them out"
+        )
+    elif apply is None and (has_settings or not all(are_files)):
+        opt.refuse(context, (*files_only, *packaged_only), "segment: trains on a store")
+        _train(opt.with_options(words, {"store": store, "steps": steps}), out, device, baselines, allow_seen)
+        return
     scans = Scans(
-        None if out == DEFAULT_SEGMENT and apply is None else folder,
+        None if out == DEFAULT_SEGMENT and apply is None else local_path(out),
         limits,
         device,
         apply=apply,
@@ -133,38 +136,23 @@ def segment(
         workers=workers,
     )
     if sample:
-        others = ("store", "steps", "apply", "calibrate", "axial_length", *training_only, *files_only)
-        opt.refuse(context, others, "--sample segments synthetic scans")
         scans.segment_samples(words)
         return
-    if not words and not has_settings:
+    if not words:
         raise ConfigError(
             "segment: nothing to segment; give scans (octfm segment scan.e2e), or octfm segment --sample without data"
         )
-    if has_settings and (apply is not None or any(are_files)):
-        raise ConfigError(
-            "--store and --steps: settings of a training; with --apply or files to segment leave them out"
-        )
-    if not trains:
-        if apply is None:
-            opt.refuse(context, training_only, "segment: uses the packaged network for scans")
-        else:
-            others = (*training_only, *packaged_only, "layouts")
-            opt.refuse(context, others, "--apply: segments raster scans with a finished training")
-        words, catalogued = in_catalogs(words, raster_only=apply is not None)
-        if catalogued and layouts != "any":
-            raise ConfigError("--layouts: a catalog says of each scan what it is; leave it out, or give the folder")
-        volumes = opt.volumes_in(words, limits, layouts if apply is None else "raster") if words else {}
-        volumes |= catalogued
-        if isinstance(axial_length, float) and (is_table(out) or len(volumes) > 1):
-            raise ConfigError(
-                f"--axial-length {axial_length:g}: belongs to one eye; give its scan without a table, or a CSV with "
-                "the axial length of each"
-            )
-        scans.segment([*volumes], known=volumes)
-        return
-    opt.refuse(context, (*files_only, *packaged_only), "segment: trains on a store")
-    _train(opt.with_options(words, {"store": store, "steps": steps}), out, device, baselines, allow_seen)
+    if apply is None:
+        opt.refuse(context, training_only, "segment: uses the packaged network for scans")
+    else:
+        others = (*training_only, *packaged_only, "layouts")
+        opt.refuse(context, others, "--apply: segments raster scans with a finished training")
+    words, catalogued = in_catalogs(words, raster_only=apply is not None)
+    if catalogued and layouts != "any":
+        raise ConfigError("--layouts: a catalog says of each scan what it is; leave it out, or give the folder")
+    volumes = opt.volumes_in(words, limits, layouts if apply is None else "raster") if words else {}
+    volumes |= catalogued
+    scans.segment([*volumes], known=volumes)
 
 
 def _train(settings: list[str], out: "Path | Location", device: str | None, baselines: bool, allow_seen: bool) -> None:

@@ -19,7 +19,7 @@ from octfm.errors import ConfigError, CorrectionsError, ExportError, ReadError
 from octfm.io.hashing import hash_text
 from octfm.io.heap import keep_freed_memory
 from octfm.io.isolation import Limits
-from octfm.io.location import Location, location
+from octfm.io.location import location
 from octfm.io.progress import Progress
 from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
 from octfm.layers.calibrate import calibrate_rows, expect_enough
@@ -36,10 +36,6 @@ from octfm.tasks.segment import load_segmenter
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.segmentation import Segmentation
 from octfm.volume.volume import Volume
-
-
-def is_table(out: Location) -> bool:
-    return out.suffix.lower() == ".csv"
 
 
 def in_catalogs(words: Iterable[str], raster_only: bool = False) -> tuple[list[str], dict[str, Acquisition]]:
@@ -89,9 +85,26 @@ class Scans:
     workers: int = 0
     """Child processes that segment scans for a table; see `write_table`."""
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for options that need another one, or contradict it."""
+        if self.only_corrected and (self.corrections is None or not self.table):
+            raise ConfigError(
+                "--only-corrected: limits a table to corrected scans; add --apply-corrections FOLDER and --out FILE.csv"
+            )
+        if self.workers and (self.corrections is not None or not self.table):
+            raise ConfigError("--workers: segments scans for a table; add --out FILE.csv, without --apply-corrections")
+        if self.out is not None and not self.table and (self.out.is_file() or is_named_as_file(self.out)):
+            raise ConfigError(f"--out {self.out}: expected a folder or a table FILE.csv, got another file; choose one")
+        if self.apply is not None and self.table:
+            raise ConfigError("--apply: writes files into a folder; give --out FOLDER")
+        if self.dicom and (self.out is None or self.table):
+            raise ConfigError("--dicom: writes files into a folder; add --out FOLDER")
+        if self.calibrate is not None and not self.table:
+            raise ConfigError("--calibrate: scales the ranges of a table; add --out FILE.csv")
+
     @property
     def table(self) -> Path | None:
-        return self.out if self.out is not None and is_table(self.out) else None
+        return self.out if self.out is not None and self.out.suffix.lower() == ".csv" else None
 
     def segment_samples(self, names: list[str]) -> None:
         """Segment synthetic scans, and print the true thickness next to the one found."""
@@ -110,15 +123,12 @@ class Scans:
         """Segment files or volumes. `known`: see `read_known`; `truth`: the samples of volumes, whose true thickness is
         printed."""
         keep_freed_memory()
-        if self.out is not None and not self.table and (self.out.is_file() or is_named_as_file(self.out)):
-            raise ConfigError(f"--out {self.out}: expected a folder or a table FILE.csv, got another file; choose one")
-        if self.apply is not None and self.table:
-            raise ConfigError("--apply: writes files into a folder; give --out FOLDER")
-        if self.dicom and (self.out is None or self.table):
-            raise ConfigError("--dicom: writes files into a folder; add --out FOLDER")
-        if self.calibrate is not None:
-            if self.table is None:
-                raise ConfigError("--calibrate: scales the ranges of a table; add --out FILE.csv")
+        if isinstance(self.axial_length, float) and (self.table or len(sources) > 1):
+            raise ConfigError(
+                f"--axial-length {self.axial_length:g}: belongs to one eye; give its scan without a table, or a CSV "
+                "with the axial length of each"
+            )
+        if self.calibrate is not None and self.table is not None:
             before = read_table(self.table) if self.table.exists() else []
             named = {*map(name_of, sources), *(row["source"] for row in before)}
             expect_enough(self.calibrate, named)  # before hours of work

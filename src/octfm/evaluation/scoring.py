@@ -108,27 +108,23 @@ def score(
     `per_draw` has their scores. `facts` are added to every row; `only`: names of metrics, by default all.
     """
     units = [to_units(cases, run) for run in runs]
-    first = units[0]
-    named = [metrics_of(cases, u, more) for u in units]
+    first, odd = units[0], odd_numbers(cases)
     lower_is_better = {*LOWER_IS_BETTER, *(metric.name for metric in more if metric.lower_is_better)}
     counts, rare = count_participants(cases, first)
     scored = []
-    for i, (name, _, chance) in enumerate(named[0]):
+    for of_runs in zip(*(metrics_of(cases, u, more) for u in units), strict=True):
+        name, _, chance = of_runs[0]
         if only and name not in only:
             continue
-        measures = [metrics[i][1] for metrics in named]
+        measures = [measure for _, measure, _ in of_runs]
         # New weights for each, because a caller's metric may change them.
         whole = [float(measure(np.ones((1, len(first.truth))))[0]) for measure in measures]
-        boot = None
-        if not rare:
-            per_run = [bootstrap(measure, first.participant, resamples=resamples, seed=seed) for measure in measures]
-            of_seeds = [over_seeds(per_run[s : s + draws], seed=seed + 1) for s in range(0, len(per_run), draws)]
-            boot = over_seeds(of_seeds, seed=seed)
+        boot = None if rare else _bootstrap_runs(measures, first.participant, resamples, seed, draws)
         found = estimate(boot, float(np.mean(whole)))
         high = found["high"]
         below = name in HEADLINE and facts.get("design") == "k-fold" and high is not None and high < chance
         notes = [
-            odd_numbers(cases),
+            odd,
             rare_note(rare, " in the test") or _note(boot) or (BELOW if below else None),
             _eyes_note(first) if name == "auroc" else None,
         ]
@@ -154,6 +150,15 @@ def score(
             row["per_draw"] = [finite(float(np.mean(whole[d::draws]))) for d in range(draws)]
         scored.append(Scored(name, encoder, boot, row, ranked))
     return scored
+
+
+def _bootstrap_runs(
+    measures: Sequence[Metric], participant: np.ndarray, resamples: int, seed: int, draws: int
+) -> Bootstrap:
+    """The mean over runs, whose draws, seeds and participants are resampled."""
+    per_run = [bootstrap(measure, participant, resamples=resamples, seed=seed) for measure in measures]
+    of_seeds = [over_seeds(per_run[s : s + draws], seed=seed + 1) for s in range(0, len(per_run), draws)]
+    return over_seeds(of_seeds, seed=seed)
 
 
 def estimate(boot: Bootstrap | None, alone: float | None = None) -> dict[str, float | None]:

@@ -93,29 +93,28 @@ def characteristics(sources: Sources) -> list[tuple[str, list[str]]]:
     for scanner in sorted({a.scanner for own in splits.values() for a in own}):
         counts = [sum(a.scanner == scanner for a in own) for own in splits.values()]
         table.append((f"Volumes of {readable(scanner)}", [f"{n:,}" for n in counts]))
-    if any("age" in labels for own in people for labels in own.values()):
-        ages = [[number(labels.get("age")) for labels in own.values()] for own in people]
+    everyone = [labels for own in people for labels in own]
+    if any("age" in labels for labels in everyone):
+        ages = [[number(labels.get("age")) for labels in own] for own in people]
         table.append(("Age, median (quartiles)", [_quartiles(own) for own in ages]))
     for column in GROUPS:
-        values = sorted({labels[column] for own in people for labels in own.values() if labels.get(column)})
+        values = sorted({labels[column] for labels in everyone if labels.get(column)})
         # One value says nothing; very many are free text, which could identify people.
         if not 1 < len(values) <= MOST_GROUPS:
             continue
-        found = [Counter(labels.get(column) for labels in own.values()) for own in people]
+        found = [Counter(labels.get(column) for labels in own) for own in people]
         counted = [guarded({value: own[value] for value in values}) for own in found]
-        for value in values:
-            cells = [text[value] for text in counted]
-            table.append((f"{readable(column)}: {readable(value)}", cells))
+        table += [(f"{readable(column)}: {readable(value)}", [text[value] for text in counted]) for value in values]
     return table
 
 
-def _labels(rows: Sequence[StoreRow | Acquisition]) -> dict[str, dict[str, str]]:
+def _labels(rows: Sequence[StoreRow | Acquisition]) -> list[dict[str, str]]:
     """The labels of each participant, merged over rows: a table may have them under only one of two ids."""
     found: dict[str, dict[str, str]] = {}
     for row in rows:
         own = found.setdefault(row.participant, {})
         own |= {column: value for column, value in row.participant_labels.items() if value or column not in own}
-    return found
+    return [*found.values()]
 
 
 def tested(probe: dict[str, Any] | None) -> list[dict[str, Any]]:

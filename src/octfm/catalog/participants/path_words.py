@@ -210,34 +210,31 @@ def _classified(kind: Kind | Literal[""], text: str, abbreviations: frozenset[st
     eye = _EYES.get(word) if word != "od" or "od" in abbreviations else None
     if word in abbreviations and eye is None:
         eye = "R" if word in _PAIRED else "L"
+    return Segment(kind or ("eye" if eye else _kind_of(word)), text, "", eye)
+
+
+def _kind_of(word: str) -> Kind:
+    """The first kind that fits."""
     letters = word.rstrip("0123456789")
     digits = len(word) - len(letters)
-    # The order matters: the first category that fits decides.
-    if kind:
-        pass
-    elif eye:
-        kind = "eye"
-    elif word in _PEOPLE:
-        kind = "literal"
-    elif word in _GROUPS:
-        kind = "group"
-    elif word in _VISITS or (letters in _VISITS and (digits < 4 or len(letters) > 2)):
-        kind = "visit"
-    elif word in _WORDS or word in _BARE_WORDS or word == "od" or _is_protocol(word):
-        kind = "word"
-    # P012, sub07.
-    elif digits and (letters in _PEOPLE or letters == "p"):
-        kind = "explicit"
-    elif word.isdecimal() or letters in _IMAGES:
-        kind = "number"
-    elif digits < 4 and digits and letters in _WORDS:
-        kind = "word"
-    elif digits and letters in _NUMBERED_GROUPS:
-        kind = "group"
-    else:
-        # Four digits hardly ever number visits, images or clinics.
-        kind = "strong" if re.search(r"\d{4}", word) else "name"
-    return Segment(kind, text, "", eye)
+    if word in _PEOPLE:
+        return "literal"
+    if word in _GROUPS:
+        return "group"
+    if word in _VISITS or (letters in _VISITS and (digits < 4 or len(letters) > 2)):
+        return "visit"
+    if word in _WORDS or word in _BARE_WORDS or word == "od" or _is_protocol(word):
+        return "word"
+    if digits and (letters in _PEOPLE or letters == "p"):  # P012, sub07
+        return "explicit"
+    if word.isdecimal() or letters in _IMAGES:
+        return "number"
+    if digits < 4 and digits and letters in _WORDS:
+        return "word"
+    if digits and letters in _NUMBERED_GROUPS:
+        return "group"
+    # Four digits hardly ever number visits, images or clinics.
+    return "strong" if re.search(r"\d{4}", word) else "name"
 
 
 def _is_protocol(word: str) -> bool:

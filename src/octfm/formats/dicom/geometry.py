@@ -291,26 +291,27 @@ def _pixel_measures(dataset: Elements, shared: Elements | None, frames: Sequence
                     between, thickness = _agreed(others, "SpacingBetweenSlices"), _agreed(others, "SliceThickness")
             # Also where the shared group holds for all frames: some of them may state another spacing.
             stated = [floats(item.get("PixelSpacing")) for item in per_frame if item is not None]
-            pairs = np.array(in_plane)
-            every = np.array([*in_plane, *(pair for pair in stated if pair is not None and len(pair) == 2)])
-            low, high = every.min(0), every.max(0)
-            if low.min() <= 0:
-                raise ReadError(
-                    "absurd_spacing", f"{uri}: PixelSpacing is {low[0]:g} x {low[1]:g} mm; correct the header"
-                )
-            if np.any(high - low > (ROUNDING - 1) * np.abs(low)):
-                raise ReadError(
-                    "mixed_spacing",
-                    f"{uri}: PixelSpacing differs between frames, {low[0]:g} to {high[0]:g} x {low[1]:g} to "
-                    f"{high[1]:g} mm; export frames of one spacing as one file",
-                )
-            dy, dx = np.median(pairs, axis=0)
+            _expect_one_spacing([*in_plane, *(pair for pair in stated if pair is not None and len(pair) == 2)], uri)
+            dy, dx = np.median(np.array(in_plane), axis=0)
             return _Measures((float(dy), float(dx)), between, thickness, source)
     raise ReadError(
         "missing_spacing",
         f"{uri}: no PixelSpacing in shared functional groups, per-frame functional groups or at the top level; "
         "add it, spacing is never guessed",
     )
+
+
+def _expect_one_spacing(pairs: Sequence[tuple[float, ...] | None], uri: str) -> None:
+    every = np.array(pairs)
+    low, high = every.min(0), every.max(0)
+    if low.min() <= 0:
+        raise ReadError("absurd_spacing", f"{uri}: PixelSpacing is {low[0]:g} x {low[1]:g} mm; correct the header")
+    if np.any(high - low > (ROUNDING - 1) * np.abs(low)):
+        raise ReadError(
+            "mixed_spacing",
+            f"{uri}: PixelSpacing differs between frames, {low[0]:g} to {high[0]:g} x {low[1]:g} to {high[1]:g} mm; "
+            "export frames of one spacing as one file",
+        )
 
 
 def _values(measures: Iterable[Elements], keyword: str) -> list[float]:
