@@ -83,7 +83,7 @@ class Tables:
         return self.participants.get(person_key(participant), {})
 
 
-def read_tables(root: Location, companions: Iterable[Location], skip: Iterable[str] = ()) -> Tables:
+def read_tables(root: Location, companions: Iterable[Location], skip: Iterable[str]) -> Tables:
     """All manifest.tsv and participants.tsv below `root`, and above it if `root` lies inside a retinal_oct folder.
 
     `skip`: names of tables that the user's own replace.
@@ -110,7 +110,7 @@ def read_own_tables(
     participants: Location | None,
     columns: Columns,
     tables: Tables,
-    found: Iterable[str] = (),
+    found: Iterable[str],
 ) -> Tables:
     """Add a user's own tables: `table` has one row per file, `participants` one per person; either may be None.
 

@@ -183,7 +183,7 @@ def _text(path: Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def join_images(files: list[Location], companions: list[Location], folders_are_volumes: bool = True) -> None:
+def join_images(files: list[Location], companions: list[Location], folders_are_volumes: bool) -> None:
     """Replace images in `files` by their folder if they are the B-scans of one volume; the images go to `companions`.
 
     B-scans are the images that a HEYEX XML in the folder names, else, if `folders_are_volumes`, all images if the

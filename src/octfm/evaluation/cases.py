@@ -142,6 +142,12 @@ class Skip(Exception):
         """The error for a target that the caller named."""
         return EvaluationError(f"target {target}: {self}", public=self.public)
 
+    def refuse_if_named(self, target: "Target", names: object) -> None:
+        """Raise the error if the caller gave names of targets; a rare label of a multi-label column is skipped even
+        then."""
+        if names is not None and target.label is None:
+            raise self.refusal(target.name) from None
+
 
 def label_columns(data: Embeddings, table: LabelTable | None) -> set[str]:
     """Names of the columns of participants and of the label table."""

@@ -17,7 +17,7 @@ from octfm.errors import ConfigError, EvaluationError, shown
 from octfm.evaluation.cases import Skip, find_target, label_columns, make_cases
 from octfm.store.selection import select
 from octfm.store.store import Store
-from octfm.volume.volume import ADMISSIBLE, MODALITIES, STRUCTURE_ONLY, Modality
+from octfm.volume.volume import ADMISSIBLE, MODALITIES, Modality
 
 Item = dict[str, Any]
 
@@ -94,12 +94,12 @@ class VolumeDataset(Dataset):
 
 def dataset_of(
     store: Store,
-    labels: Any = None,
+    labels: Any,
     *,
-    target: str | None = None,
-    split: str | None = None,
-    modalities: Sequence[Modality] = STRUCTURE_ONLY,
-    transform: Callable[[Item], Any] | None = None,
+    target: str | None,
+    split: str | None,
+    modalities: Sequence[Modality],
+    transform: Callable[[Item], Any] | None,
 ) -> VolumeDataset:
     """What `Store.as_torch` returns; its docstring has the arguments and errors."""
     if transform is not None and not callable(transform):

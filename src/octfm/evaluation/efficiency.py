@@ -72,9 +72,7 @@ def label_efficiency(
             cases = make_cases(target, first, table)
             probed.append(make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed))
         except Skip as reason:
-            # As in `probe`: a rare label of a multi-label column is skipped even if the column was named.
-            if targets is not None and target.label is None:
-                raise reason.refusal(target.name) from None
+            reason.refuse_if_named(target, targets)
     if resamples is None:
         metrics = sum(len(planned_metrics(cases)) for cases, _ in probed)
         resamples = enough_resamples(metrics * len(fractions) * (len(encoders) - 1), RESAMPLES)

@@ -116,9 +116,7 @@ def probe(
             cases = make_cases(target, first, table)
             rounds = [make_rounds(cases, first, chosen, seen_rows, allow_seen, folds, seed + s) for s in range(seeds)]
         except Skip as reason:
-            # A rare label of a multi-label column is skipped even if the column was named.
-            if targets is not None and target.label is None:
-                raise reason.refusal(target.name) from None
+            reason.refuse_if_named(target, targets)
             skipped.append({"target": target.name, "sentence": str(reason)})
             continue
         probed.append((target, rounds))

@@ -236,7 +236,7 @@ def _fundus(fundus: Fundus) -> dict[str, Any]:
     return facts
 
 
-def _overlay(overlay: Overlay, kept: list[int], *, empty: bool = False) -> dict[str, Any]:
+def _overlay(overlay: Overlay, kept: list[int], *, empty: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {n: getattr(overlay, n) for n in ("key", "name", "kind", "about", "unit")}
     facts["legend"] = [{"name": name, "colour": colour} for name, colour in overlay.legend]
     values = overlay.values

@@ -284,7 +284,10 @@ def with_fewer_labels(probe: dict[str, Any] | None) -> str:
     ]
     if not with_fewer:
         return ""
-    clauses = "; ".join(f"with {c['n_train_participants']}: {interval(c)}, {_after_holm(c)}" for c in with_fewer)
+    clauses = "; ".join(
+        f"with {c['n_train_participants']}: {interval(c)}, {c['verdict']}{', but not after Holm' * fails_holm(c)}"
+        for c in with_fewer
+    )
     return f"That is with {row['n_train_participants']} labelled participants to learn from; {clauses}."
 
 
@@ -299,11 +302,6 @@ def _key_comparison(probe: dict[str, Any], row: dict[str, Any], other: str | Non
     key = row["target"], row["metric"], row["encoder"]
     own = (c for c in probe["comparisons"] if (c["target"], c["metric"], c["a"]) == key)
     return next((c for c in own if other in (None, c["b"])), None)
-
-
-def _after_holm(c: dict[str, Any]) -> str:
-    """The verdict, with a caution if it does not survive Holm's correction."""
-    return f"{c['verdict']}, but not after Holm" if fails_holm(c) else c["verdict"]
 
 
 def subtitle(sources: Sources, name: str) -> str:

@@ -279,7 +279,7 @@ def volume_bytes(image_size: Sequence[int]) -> int:
 
 
 def array_metadata(
-    name: str, volumes: int, image_size: Sequence[int], compression: Compression, crc: bool = True
+    name: str, volumes: int, image_size: Sequence[int], compression: Compression, crc: bool
 ) -> dict[str, Any]:
     """zarr.json of one array, after the zarr v3 core and sharding-codec specifications.
 

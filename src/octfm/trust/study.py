@@ -149,9 +149,7 @@ def make_study(
         try:
             tasks.append(make_task(target, data, table, design, seen, allow_seen, seed))
         except Skip as reason:
-            # As in `probe`: a rare label of a multi-label column is skipped even if the column was named.
-            if targets is not None and target.label is None:
-                raise reason.refusal(target.name) from None
+            reason.refuse_if_named(target, targets)
             skipped.append({"target": target.name, "sentence": str(reason), "public": reason.public})
     if not tasks:
         why = " ".join(s["sentence"] for s in skipped)

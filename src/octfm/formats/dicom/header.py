@@ -11,7 +11,7 @@ from octfm.formats.dicom.groups import Elements, items_in_groups
 from octfm.formats.dicom.pixels import Pixels
 from octfm.formats.names import lateralities, scanner_slug, slugify, stated_eye
 from octfm.formats.reasons import REASONS, Header, angiography
-from octfm.volume.volume import STRUCTURE_ONLY, Layout, Modality, Shape3
+from octfm.volume.volume import Layout, Modality, Shape3
 
 OPHTHALMIC_TOMOGRAPHY = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
 HEIGHT_MAP = "1.2.840.10008.5.1.4.1.1.66.8"
@@ -31,7 +31,7 @@ _LEFT_OUT = {
 """SOP classes exported along with OCT (PS3.4 B.5) -> reason code; all others get not_oct."""
 
 
-def expect_oct(file: OpenFile, modalities: Collection[Modality] = STRUCTURE_ONLY) -> None:
+def expect_oct(file: OpenFile, modalities: Collection[Modality]) -> None:
     """Raise ReadError unless the file is OCT of one of these modalities with a SOP Instance UID."""
     from pydicom.uid import UID
 

@@ -35,6 +35,18 @@ encoder = octfm.load_encoder("{run}")                      # weights, and the pr
 vector = encoder.embed(octfm.read_volume("scan.dcm"))      # float32: {pooled}
 tokens = encoder.embed_tokens(octfm.read_volume("scan.dcm"))  # float32 [d, h, w, {width}]
 ```"""
+INTENDED = """## Intended use
+
+For research: frozen features of macular OCT volumes for probes, retrieval, segmentation or fine-tuning, on scanners and
+participants that are described below, evaluated again on your own data with participant-level splits.
+
+## Not for
+
+- Diagnosis, screening, triage or any decision about a patient. This is research software, not a medical device, and no
+  regulator has seen it.
+- Participants, scanners or protocols other than those described below, without a new evaluation: features may carry the
+  scanner more than the eye.
+- Identifying people. Retinal images are biometric data."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ def model_card(
         _key(sources),
         _model(sources, name),
         f"## How to use it\n\n{usage}",
-        _intended(),
+        INTENDED,
         _terms(sources, statements),
         _data(sources, statements),
         _training(sources),
@@ -175,21 +187,6 @@ def _model(sources: Sources, name: str) -> str:
     return "## Model\n\n" + _table(("", ""), rows)
 
 
-def _intended() -> str:
-    return """## Intended use
-
-For research: frozen features of macular OCT volumes for probes, retrieval, segmentation or fine-tuning, on scanners and
-participants that are described below, evaluated again on your own data with participant-level splits.
-
-## Not for
-
-- Diagnosis, screening, triage or any decision about a patient. This is research software, not a medical device, and no
-  regulator has seen it.
-- Participants, scanners or protocols other than those described below, without a new evaluation: features may carry the
-  scanner more than the eye.
-- Identifying people. Retinal images are biometric data."""
-
-
 def _terms(sources: Sources, statements: Statements) -> str:
     licence = f"The weights are licensed under {markdown(statements.licence, links=True)}." if statements.licence else (
         "**The licence of the weights is not stated.** Without one nobody may use them; whoever publishes this card "
@@ -264,17 +261,16 @@ def _evaluation(probe: dict[str, Any] | None) -> str:
         rows.append((what, r["metric"], *r["cells"], f"{r['chance']:.2f}", str(r["n_test_participants"])))
     text += "\n\n" + _table(("Target", "Metric", *encoders, "Chance", "Participants"), rows)
     if compared := [c for c in words.comparison_rows(probe["comparisons"]) if not c.get("leakage")]:
-        rows = [(c["target"], c["metric"], f"{c['a']} − {c['b']}", c["gap"], _verdict(c)) for c in compared]
+        rows = [
+            (c["target"], c["metric"], f"{c['a']} − {c['b']}", c["gap"],
+             c["verdict"] + " (not after Holm's correction)" * fails_holm(c)) for c in compared
+        ]  # fmt: skip
         text += "\n\nPaired differences on the same participants:\n\n"
         text += _table(("Target", "Metric", "Compared", "Difference (95 % interval)", "Verdict"), rows)
         text += "\n\n“Better” and “worse” are used only where the interval of the difference excludes 0."
     for skipped in probe.get("skipped", []):
         text += f"\n\n{markdown(skipped['target'])} was not probed. {_text(skipped['sentence'])}"
     return text
-
-
-def _verdict(c: dict[str, Any]) -> str:
-    return c["verdict"] + (" (not after Holm's correction)" if fails_holm(c) else "")
 
 
 def _limits(sources: Sources) -> str:
