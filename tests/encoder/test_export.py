@@ -29,11 +29,11 @@ from octfm.run import checkpoint, checkpoint_files
 from octfm.run.runtime import start
 from octfm.tasks.embed_run import embed_all
 from octfm.tasks.finetune import finetune, summary
-from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.predictions import read_predictions
 from octfm.volume.preprocessing import Preprocessing
 from octfm.weights import exported
 from support.command_line import invoke
+from support.finetune_runs import settings as finetune_settings
 from support.small_store import GRADES, darkened, small_store
 from support.tiny_runs import quiet
 from support.volumes import eye
@@ -50,12 +50,10 @@ def folder(run, tmp_path_factory):
 
 
 def tune(run, store, out, labels, allow_seen=False, **changes):
-    base = {
-        "encoder": str(run), "store": str(store.path), "labels": str(labels), "target": "grade", "order": list(GRADES), "epochs": 2,
-        "head_epochs": 1, "batch_size": 4, "per_device_batch_size": 4, "lr_head": 1e-2, "lr_encoder": 3e-4, "tokens_per_volume": 24,
-        "augment": {"axial_shift": 2, "contrast": 0, "gamma": 0},
-    }  # fmt: skip
-    return finetune(load(FinetuneConfig, base | changes), out, "cpu", allow_seen=allow_seen, echo=quiet)
+    brief = {"epochs": 2, "per_device_batch_size": 4, "tokens_per_volume": 24}
+    return finetune(
+        finetune_settings(run, store, labels, **brief | changes), out, "cpu", allow_seen=allow_seen, echo=quiet
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """Layers and geometry survive every export: what is written is read back as it was, gaps and order of B-scans too."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pydicom
@@ -44,6 +46,15 @@ def stored_order(order: str, depth: int) -> np.ndarray:
     }[order]
 
 
+def shuffled(stored: np.ndarray) -> Callable[[Any], None]:
+    def edit(dataset):
+        groups = dataset.PerFrameFunctionalGroupsSequence
+        dataset.PerFrameFunctionalGroupsSequence = [groups[i] for i in stored]
+        for_segmentation(dataset)
+
+    return edit
+
+
 def stacked(found: Segmentation) -> np.ndarray:
     return np.stack(list(found.surfaces.values()))
 
@@ -82,14 +93,8 @@ def test_heights_and_labels_come_back_from_dicom(tmp_path, order):
     from pydicom import dcmread
 
     stored = stored_order(order, SHAPE[0])
-
-    def shuffle(dataset):
-        groups = dataset.PerFrameFunctionalGroupsSequence
-        dataset.PerFrameFunctionalGroupsSequence = [groups[i] for i in stored]
-        for_segmentation(dataset)
-
     source = write_oct_dicom(
-        tmp_path / "a.dcm", telling_voxels()[stored], SPACING_MM, superior_first=True, edit=shuffle
+        tmp_path / "a.dcm", telling_voxels()[stored], SPACING_MM, superior_first=True, edit=shuffled(stored)
     )
     volume, found = read_volume(source), segmentation(9)
     seg, heights = write_dicom(found, source, tmp_path / "out")
@@ -199,14 +204,8 @@ def test_dicom_layers_come_back_on_the_scan_they_were_found_in(tmp_path, shape, 
     pytest.importorskip("highdicom")
     stored = stored_order(order, shape[0])
     voxels = telling_voxels(shape=shape)[stored]
-
-    def edit(dataset):
-        groups = dataset.PerFrameFunctionalGroupsSequence
-        dataset.PerFrameFunctionalGroupsSequence = [groups[i] for i in stored]
-        for_segmentation(dataset)
-
     source = tmp_path / "a.dcm"
-    write_oct_dicom(source, voxels, SPACING_MM, laterality=eye, superior_first=True, edit=edit)
+    write_oct_dicom(source, voxels, SPACING_MM, laterality=eye, superior_first=True, edit=shuffled(stored))
     tmp_json(source, {"upside_down": upside_down})
     volume, found = read_volume(source, raster_only=False), segmentation(seed, shape)
     seg, heights = write_dicom(found, source, tmp_path / "out")

@@ -29,7 +29,7 @@ from octfm.volume.preprocessing import Preprocessing
 from support.command_line import invoke
 from support.planted_faults import infinite_gradient
 from support.small_store import SPLITS, edit_rows, small_preprocessing, small_store
-from support.tiny_runs import Killed, assert_same_run, config, final, quick_pretrain, quiet, rows
+from support.tiny_runs import Killed, assert_same_run, config, final, killed_by, quick_pretrain, quiet, rows
 
 STILL = {"base_lr": 1e-9, "warmup_ratio": 0.1}
 NEW = "NEW"
@@ -177,15 +177,11 @@ def test_it_resumes_bit_for_bit_and_forgets_nobody(parent, first, second, tmp_pa
     settings = begun(parent)
     whole = quick_pretrain(settings, second, tmp_path / "whole", "cpu", echo=quiet)
 
-    def killed(text: str) -> None:
-        if text.startswith("step      5/"):
-            raise Killed
-
     place = tmp_path / "parent"
     shutil.copytree(parent, place)
     settings = begun(place)
     with pytest.raises(Killed):
-        quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=killed)
+        quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=killed_by("step      5/"))
     shutil.rmtree(place)  # a run that has checkpoints no longer needs it
     run = quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=quiet)
     assert_same_run(whole, run)
@@ -203,12 +199,8 @@ def test_it_resumes_after_it_began_with_a_run_in_a_bucket(place, first, second, 
     (refused,) = initial_weights(begun(f"{place}/run/checkpoints/step-00000001.pt"), second)
     assert "name the run, which opens with its newest one" in refused.measured + refused.advice
 
-    def killed(text: str) -> None:
-        if text.startswith("step      2/"):
-            raise Killed
-
     with pytest.raises(Killed):
-        quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=killed)
+        quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=killed_by("step      2/"))
     run = quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=quiet)
     assert all(map(seen_by(run), trained_on(first) | trained_on(second)))
 
@@ -217,13 +209,9 @@ def test_a_run_killed_before_its_first_checkpoint_does_not_begin_with_other_weig
     place = tmp_path / "parent"
     shutil.copytree(parent, place)
 
-    def killed(text: str) -> None:
-        if text.startswith("step      1/"):
-            raise Killed
-
     settings = begun(place)
     with pytest.raises(Killed):
-        quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=killed)
+        quick_pretrain(settings, second, tmp_path / "run", "cpu", echo=killed_by("step      1/"))
     quick_pretrain(config(steps=4, ckpt_every_steps=1), first, place, "cpu", echo=quiet)
     newest = checkpoint.newest(place)
     content = checkpoint.load(newest)
@@ -243,14 +231,10 @@ def test_a_run_killed_before_its_first_checkpoint_does_not_begin_with_other_weig
 def test_not_even_an_override_changes_what_a_run_began_with(parent, second, tmp_path):
     """Before the first checkpoint it dropped the parent's participants, or took weights that no check had seen."""
 
-    def killed(text: str) -> None:
-        if text.startswith("step      1/"):
-            raise Killed
-
     for before, now in ((begun(parent), config()), (config(), begun(parent))):
         out = tmp_path / f"from {before.model.init is None}"
         with pytest.raises(Killed):
-            quick_pretrain(before, second, out, "cpu", echo=killed)
+            quick_pretrain(before, second, out, "cpu", echo=killed_by("step      1/"))
         with pytest.raises(
             CheckpointError, match=r"other values of model\.init .*; restore them to resume \(.*\), or choose"
         ):
@@ -390,13 +374,9 @@ def test_a_fine_tuning_notices_that_another_run_is_at_its_encoders_place(parent,
         encoder=str(place), store=str(second.path), target="scanner", epochs=2, batch_size=4, lr_encoder=1e-4
     )
 
-    def killed(text: str) -> None:
-        if "epoch" in text:
-            raise Killed
-
     put(child)
     with pytest.raises(Killed):
-        finetune(settings, tmp_path / "tuned", echo=killed)
+        finetune(settings, tmp_path / "tuned", echo=killed_by("epoch"))
     put(parent)
     with pytest.raises(CheckpointError, match="is not the one that this run began with"):
         finetune(settings, tmp_path / "tuned", echo=quiet)

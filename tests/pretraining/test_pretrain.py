@@ -23,7 +23,7 @@ from octfm.run import checkpoint
 from octfm.run.runtime import start
 from octfm.store.selection import select
 from support.small_store import SIZE, edit_rows, small_store
-from support.tiny_runs import TINY, Killed, config, final, quick_pretrain, quiet, rows, timeless
+from support.tiny_runs import TINY, Killed, assert_same_run, config, final, killed_at, quick_pretrain, quiet, rows
 
 
 @pytest.mark.slow
@@ -58,26 +58,11 @@ def test_resumed_run_equals_uninterrupted_run(store, whole, tmp_path, monkeypatc
     """Weights, optimizer, teacher and every metric, bit for bit; the checks before step 0, which one of the resumed runs
     makes and the whole one does not, leave no trace."""
     train = pretrain if stop_at == 4 else quick_pretrain
-    make_inputs, calls = forward.make_inputs, []
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 2 * stop_at:
-            raise Killed
-        return make_inputs(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(forward, "make_inputs", interrupted)
-        with pytest.raises(Killed):
-            train(config(), store, tmp_path / "halves", echo=quiet)
-    resumed = train(config(), store, tmp_path / "halves", echo=quiet)
-    a, b = final(whole), final(resumed)
-    assert a["step"] == b["step"] == 8
-    for name, tensor in a["model"].items():
-        assert torch.equal(tensor, b["model"][name]), name
-    for one, other in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
-        assert all(torch.equal(one[k], other[k]) for k in one)
-    assert timeless(whole) == timeless(resumed)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        killed_at(2 * stop_at, patch, forward, "make_inputs")
+        train(config(), store, tmp_path / "halves", echo=quiet)
+    assert_same_run(train(config(), store, tmp_path / "halves", echo=quiet), whole)
+    assert final(whole)["step"] == 8
 
 
 def test_a_finished_run_is_left_as_it_is(store, tmp_path):
@@ -444,7 +429,4 @@ def test_stages_of_masking_train_and_resume(store, tmp_path):
     with pytest.raises(Preempted):
         quick_pretrain(settings, store, tmp_path / "halves", echo=stop)
     resumed = quick_pretrain(settings, store, tmp_path / "halves", echo=quiet)
-    assert timeless(whole) == timeless(resumed)
-    found = final(resumed)["model"]
-    for name, tensor in final(whole)["model"].items():
-        assert torch.equal(tensor, found[name]), name
+    assert_same_run(resumed, whole)

@@ -164,16 +164,22 @@ def test_twenty_clean_runs_of_500_steps_raise_no_alarm(store, tmp_path):
         assert rows(run, "incident") == [], (seed, objective)
 
 
-def test_a_nan_volume_is_skipped_then_excluded_and_named(store, tmp_path, monkeypatch):
-    """No weight is changed by it; after the second time it is never trained on again, and all others are."""
+def watch(monkeypatch, what: str) -> list[tuple[int, list[int]]]:
+    """The step, and index or position of the volumes, of every batch that is trained on from now on."""
     seen: list[tuple[int, list[int]]] = []
     accumulate = loop.accumulate
 
     def watched(learner, batch, *args, **kwargs):
-        seen.append((learner.step, batch.index.tolist()))
+        seen.append((learner.step, getattr(batch, what).tolist()))
         return accumulate(learner, batch, *args, **kwargs)
 
     monkeypatch.setattr(loop, "accumulate", watched)
+    return seen
+
+
+def test_a_nan_volume_is_skipped_then_excluded_and_named(store, tmp_path, monkeypatch):
+    """No weight is changed by it; after the second time it is never trained on again, and all others are."""
+    seen = watch(monkeypatch, "index")
     halves = {"global_batch_size": 4, "per_device_batch_size": 2}
     said, _ = run_with_fault(store, tmp_path / "run", "nan-volume", "vjepa2", 8, steps=40, data=halves)
     incidents = rows(tmp_path / "run", "incident")
@@ -235,14 +241,7 @@ def test_a_skipped_step_is_told_as_an_incident_and_not_as_training(store, tmp_pa
 
 
 def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, monkeypatch):
-    seen: list[tuple[int, list[int]]] = []
-    accumulate = loop.accumulate
-
-    def watched(learner, batch, *args, **kwargs):
-        seen.append((learner.step, batch.position.tolist()))
-        return accumulate(learner, batch, *args, **kwargs)
-
-    monkeypatch.setattr(loop, "accumulate", watched)
+    seen = watch(monkeypatch, "position")
     settings = config(**SMALL | {"steps": 40, "health": {"lr_factor": 0.5, "margin": 5}})
     with infinite_gradient(26, until=30):
         run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)

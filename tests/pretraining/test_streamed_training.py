@@ -26,6 +26,7 @@ from octfm.phantom.native.bscans import SURFACES, Labelled
 from octfm.phantom.native.prepared import classes_of
 from octfm.phantom.native.stream import CONDITIONS
 from octfm.pretraining import augment
+from octfm.pretraining import pretrain as loop
 from octfm.pretraining.data import given_store, training_rows
 from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.learner import build_objective
@@ -48,6 +49,7 @@ from support.tiny_runs import (
     config,
     final,
     interrupted_after,
+    killed_at,
     quick_pretrain,
     quiet,
     rows,
@@ -301,19 +303,9 @@ def test_ranks_render_their_shares_of_the_global_batch(phantoms):
 @pytest.mark.slow
 def test_a_run_without_a_store_resumes_bit_for_bit(tmp_path, monkeypatch):
     whole = quick_pretrain(dense(steps=3, ckpt_every_steps=2), out=tmp_path / "whole", echo=quiet)
-    loop, calls = __import__("octfm.pretraining.pretrain", fromlist=["accumulate"]), []
-    accumulate = loop.accumulate
-
-    def killed(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:
-            raise Killed
-        return accumulate(*args, **kwargs)
-
-    monkeypatch.setattr(loop, "accumulate", killed)
+    killed_at(3, monkeypatch, loop, "accumulate")
     with pytest.raises(Killed):
         quick_pretrain(dense(steps=3, ckpt_every_steps=2), out=tmp_path / "killed", echo=quiet)
-    monkeypatch.setattr(loop, "accumulate", accumulate)
     quick_pretrain(dense(steps=3, ckpt_every_steps=2), out=tmp_path / "killed", echo=quiet)
     assert_same_run(whole, tmp_path / "killed")
     assert rows(whole, "validation")[-1]["volumes"] == 2
@@ -446,14 +438,20 @@ def test_a_run_without_a_disease_says_how_well_it_is_told_from_health(tmp_path, 
     assert not rows(every, "unseen")
 
 
-def test_layers_of_few_volumes_are_compared_in_micrometres_and_tissue_is_averaged(monkeypatch):
-    """Twelve volumes in two batches, one of them without tissue, whose borders the finder sees two rows further down."""
+def nine_flat_layers():
+    """Their grid, composition, borders, truth, tokens, and the shares of classes in each token."""
     grid, composition = TokenGrid((2, 8, 4), (1.0, 1.0, 1.0)), Composition((2, 8, 16), (2, 1, 8), 4.0)
     borders = np.repeat(np.arange(4.0, 64, 7)[:8, None], 64, 1)
     layers = (np.arange(64)[:, None] >= borders[:, None]).sum(0)
     truth = torch.from_numpy(np.broadcast_to(layers, (1, 1, 4, 64, 64)).copy())
     index = torch.arange(grid.size)[None]
-    odds = (composition.of(take_patches(truth, index, (2, 8, 16))) + 1e-3).log().expand(6, -1, -1)
+    return grid, composition, borders, truth, index, composition.of(take_patches(truth, index, (2, 8, 16)))
+
+
+def test_layers_of_few_volumes_are_compared_in_micrometres_and_tissue_is_averaged(monkeypatch):
+    """Twelve volumes in two batches, one of them without tissue, whose borders the finder sees two rows further down."""
+    grid, composition, borders, _, index, shares = nine_flat_layers()
+    odds = (shares + 1e-3).log().expand(6, -1, -1)
     rng, asked = np.random.default_rng(0), []
     tokens = rng.normal(size=(12, grid.size, 3))
     tissue = np.repeat(rng.random((12, 2, 1, 4)) < 0.7, 8, 2).reshape(12, -1)
@@ -522,12 +520,8 @@ def test_layers_out_of_order_are_counted():
 
 def test_borders_that_tokens_name_are_as_far_off_as_they_were_moved():
     """Borders of an eye of nine flat layers, named row by row, against the same ones moved by two rows."""
-    grid, composition = TokenGrid((2, 8, 4), (1.0, 1.0, 1.0)), Composition((2, 8, 16), (2, 1, 8), 4.0)
-    borders = np.repeat(np.arange(4.0, 64, 7)[:8, None], 64, 1)
-    layers = (np.arange(64)[:, None] >= borders[:, None]).sum(0)
-    truth = torch.from_numpy(np.broadcast_to(layers, (1, 1, 4, 64, 64)).copy())
-    index = torch.arange(grid.size)[None]
-    odds = composition.of(take_patches(truth, index, (2, 8, 16)))[0].numpy() + 1e-3
+    grid, composition, borders, truth, index, shares = nine_flat_layers()
+    odds = shares[0].numpy() + 1e-3
     found = named(np.log(odds), index[0].numpy(), composition, grid)
     np.testing.assert_array_equal(found, truth[0, 0].numpy())
     assert apart(found[1], borders).tolist() == [0, 8 * 64]

@@ -18,7 +18,7 @@ from octfm.run import trackers
 from octfm.run.tracking import Metrics, TrackingConfig, read_metrics
 from octfm.run.waiting import Waiting
 from octfm.store.selection import select
-from support.tiny_runs import Killed, config, quick_pretrain, quiet, rows
+from support.tiny_runs import Killed, config, killed_at, quick_pretrain, quiet, rows
 from support.waiting import wait_until
 
 needs_wandb = pytest.mark.skipif(
@@ -32,18 +32,9 @@ needs_tensorboard = pytest.mark.skipif(
 
 def killed_and_resumed(settings, store, out, monkeypatch):
     """A run that dies in step 5 (its checkpoints are after 3 and 6), then is run again to its end."""
-    accumulate, calls = loop.accumulate, []
-
-    def deadly(*words, **more):
-        calls.append(1)
-        if len(calls) > 5:
-            raise Killed
-        return accumulate(*words, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "accumulate", deadly)
-        with pytest.raises(Killed):
-            quick_pretrain(settings, store, out, echo=quiet)
+    killed_at(6, monkeypatch, loop, "accumulate")
+    with pytest.raises(Killed):
+        quick_pretrain(settings, store, out, echo=quiet)
     return quick_pretrain(settings, store, out, echo=quiet)
 
 

@@ -40,7 +40,7 @@ from support import ROOT
 from support.pairs_reader import PairsReader, write_pairs
 from support.probe_cohort import Cohort
 from support.small_store import darkened, small_preprocessing, small_store
-from support.tiny_runs import TINY, Killed, assert_same_run, config, final, quick_pretrain, quiet, rows
+from support.tiny_runs import TINY, Killed, assert_same_run, config, final, killed_at, quick_pretrain, quiet, rows
 
 HOST = Runtime(torch.device("cpu"))
 
@@ -273,23 +273,11 @@ def test_an_objective_of_ones_own_learns_and_is_judged_by_its_own_baseline(run):
 
 
 def test_an_objective_of_ones_own_resumes_bit_for_bit(store, tmp_path, monkeypatch):
-    made, calls = forward.make_inputs, []
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 11:
-            raise Killed
-        return made(*args, **kwargs)
-
     whole = quick_pretrain(config(), store, tmp_path / "whole", echo=quiet, objective=DINOConfig(prototypes=16))
-    monkeypatch.setattr(forward, "make_inputs", interrupted)
-    for _ in range(2):
-        try:
-            halves = quick_pretrain(
-                config(), store, tmp_path / "halves", echo=quiet, objective=DINOConfig(prototypes=16)
-            )
-        except Killed:
-            monkeypatch.undo()
+    killed_at(11, monkeypatch, forward, "make_inputs")
+    with pytest.raises(Killed):
+        quick_pretrain(config(), store, tmp_path / "halves", echo=quiet, objective=DINOConfig(prototypes=16))
+    halves = quick_pretrain(config(), store, tmp_path / "halves", echo=quiet, objective=DINOConfig(prototypes=16))
     assert_same_run(whole, halves)
     with pytest.raises(CheckpointError, match=r"other values of objective\.prototypes"):
         quick_pretrain(config(), store, tmp_path / "halves", echo=quiet, objective=DINOConfig())

@@ -158,11 +158,14 @@ def test_flow_and_table_are_those_of_the_catalog(parts, card):
     assert f"comprised {accepted} OCT volumes of {people} participants" in paper(**parts)
 
 
+def of_phantoms(parts, folder):
+    (folder / "ground_truth").mkdir()
+    (folder / "ground_truth" / "phantom.json").write_text("{}")
+    return Catalog(str(folder), Catalog.load(parts["catalog"]).acquisitions, ()).save(folder / "catalog")
+
+
 def test_phantoms_are_said_to_be_phantoms(parts, tmp_path):
-    catalog = Catalog.load(parts["catalog"])
-    (tmp_path / "ground_truth").mkdir()
-    (tmp_path / "ground_truth" / "phantom.json").write_text("{}")
-    folder = Catalog(str(tmp_path), catalog.acquisitions, ()).save(tmp_path / "catalog")
+    folder = of_phantoms(parts, tmp_path)
     text = model_card(parts["run"], catalog=folder)
     assert "measured on synthetic phantoms" in text and "Nothing is known about real eyes" in text
     assert "agreement is not stated" not in text
@@ -173,10 +176,7 @@ def test_phantoms_are_said_to_be_phantoms(parts, tmp_path):
 
 def test_phantoms_are_not_all_that_weights_have_seen_that_began_with_other_ones(parts, tmp_path):
     """It said that no agreement binds them, and that no person can be found in them."""
-    catalog = Catalog.load(parts["catalog"])
-    (tmp_path / "ground_truth").mkdir()
-    (tmp_path / "ground_truth" / "phantom.json").write_text("{}")
-    folder = Catalog(str(tmp_path), catalog.acquisitions, ()).save(tmp_path / "catalog")
+    folder = of_phantoms(parts, tmp_path)
     run = write_run(tmp_path, probe=False, figures=False)
     assert "| Weights at the beginning | random |" in model_card(run, catalog=folder)
     config = run / "config.yaml"

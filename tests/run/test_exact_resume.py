@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -416,19 +417,24 @@ def test_the_best_checkpoint_is_never_deleted(tmp_path):
     assert [checkpoint_files.step_of(p) for p in checkpoint_files.steps(tmp_path)] == [2, 5]
 
 
+def full(refuses: Callable[[Path, int], bool]) -> Callable[[Path, int, dict], Path]:
+    """Writes checkpoints to a disk that is full for these folders and steps."""
+
+    def write(folder: Path, step: int, content: dict) -> Path:
+        if refuses(folder, step):
+            raise OSError(errno.ENOSPC, "no space left")
+        return checkpoint.write(folder, step, content)
+
+    return write
+
+
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
 def test_the_best_checkpoint_that_was_written_is_there_whatever_the_disk_refused(course):
     """Each step is (best so far, taken by the disk): one that was refused must not cost the best before it."""
     refused = {step for step, (_, taken) in enumerate(course) if not taken}
-
-    def write(folder: Path, step: int, content: dict) -> Path:
-        if step in refused:
-            raise OSError(errno.ENOSPC, "no space left")
-        return checkpoint.write(folder, step, content)
-
     with tempfile.TemporaryDirectory() as folder:
-        writer = CheckpointWriter([Path(folder)], Retention(1), write)
+        writer = CheckpointWriter([Path(folder)], Retention(1), full(lambda _, step: step in refused))
         for step, (best, _) in enumerate(course):
             writer.save(step, {"model": {}}, best=best)
         writer.close()
@@ -453,13 +459,7 @@ def test_a_full_disk_that_takes_no_name_lets_the_other_disk_fill_no_further_than
     """The second disk holds the best and the last one, also while every score is the best so far."""
     first, second = tmp_path / "first", tmp_path / "second"
     (first / "best.json").mkdir(parents=True)
-
-    def write(folder: Path, step: int, content: dict) -> Path:
-        if folder == first:
-            raise OSError(errno.ENOSPC, "no space left")
-        return checkpoint.write(folder, step, content)
-
-    writer = CheckpointWriter([first, second], Retention(1), write)
+    writer = CheckpointWriter([first, second], Retention(1), full(lambda folder, _: folder == first))
     for step in range(1, 9):
         writer.save(step, {"model": {}}, best=step < 6)
     writer.wait()
@@ -476,12 +476,7 @@ def test_a_full_disk_that_takes_no_name_lets_the_other_disk_fill_no_further_than
 
 def test_the_last_checkpoint_to_roll_back_to_is_kept_on_either_disk_and_a_failure_names_the_one_before(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-
-    def write(folder: Path, step: int, content: dict) -> Path:
-        if step == 7 or (folder == first and step % 2 == 0):
-            raise OSError(errno.ENOSPC, "no space left")
-        return checkpoint.write(folder, step, content)
-
+    write = full(lambda folder, step: step == 7 or (folder == first and step % 2 == 0))
     may_return_to = Retention(1, may_return_to=lambda path: checkpoint_files.step_of(path) in (2, 4))
     writer = CheckpointWriter([first, second], may_return_to, write)
     for step in range(1, 8):

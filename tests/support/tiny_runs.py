@@ -2,14 +2,17 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
+from unittest.mock import Mock, patch
 
+import pytest
 import torch
 
 from octfm.config import load
 from octfm.pretraining import preflight
+from octfm.pretraining import pretrain as loop
 from octfm.pretraining.pretrain import pretrain
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run import checkpoint
@@ -37,7 +40,7 @@ def config(**changes) -> PretrainConfig:
 
 def quick_pretrain(*args: Any, **kwargs: Any) -> Path:
     """`pretrain` without the checks before step 0: they take three quarters of a tiny run, and have their own tests."""
-    with mock.patch.object(preflight, "checks", lambda *_, **__: []):
+    with patch.object(preflight, "checks", lambda *_, **__: []):
         return pretrain(*args, **kwargs)
 
 
@@ -68,7 +71,39 @@ def timeless(run):
 
 
 class Killed(BaseException):
-    pass
+    """As if the process died here."""
+
+
+def killed_at(number: int, at: pytest.MonkeyPatch, owner: object, name: str) -> None:
+    """The process dies in this call of `owner.name`."""
+    _at_call(number, at, owner, name, Mock(side_effect=Killed))
+
+
+def killed_by(words: str) -> Callable[[str], None]:
+    """An echo in which the process dies at the first line with these words."""
+
+    def echo(line: str) -> None:
+        if words in line:
+            raise Killed
+
+    return echo
+
+
+def interrupted_after(steps: int, at: pytest.MonkeyPatch) -> None:
+    """As if SIGTERM came during step number `steps`."""
+    _at_call(steps, at, loop, "accumulate", lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def _at_call(number: int, at: pytest.MonkeyPatch, owner: object, name: str, happens: Callable[[], object]) -> None:
+    whole, calls = getattr(owner, name), []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == number:
+            happens()
+        return whole(*args, **kwargs)
+
+    at.setattr(owner, name, counted)
 
 
 def tiny(*extra):
@@ -86,14 +121,18 @@ def tiny(*extra):
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Weights, optimizer, teacher, run state and every metric, bit for bit."""
+    assert_same_weights(one, other)
+    assert timeless(one) == timeless(other)
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
     a, b = final(one), final(other)
     assert a["step"] == b["step"] and a["state"] == b["state"]
     assert a["model"].keys() == b["model"].keys()
     for name, tensor in a["model"].items():
         assert torch.equal(tensor, b["model"][name]), name
     for x, y in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
-        assert all(torch.equal(x[k], y[k]) for k in x)
-    assert timeless(one) == timeless(other)
+        assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
 
 
 def assert_nearly_the_same(found: dict, expected: dict) -> None:
@@ -103,26 +142,3 @@ def assert_nearly_the_same(found: dict, expected: dict) -> None:
     apart = [(~torch.isclose(found[name], tensor, rtol=1e-3, atol=2e-5)).flatten() for name, tensor in expected.items()]
     share = torch.cat(apart).float().mean()
     assert share < 1e-3, f"{share:.2%} of the weights differ"
-
-
-def interrupted_after(steps, monkeypatch):
-    """As if SIGTERM came during step number `steps`."""
-    from octfm.pretraining import pretrain as loop
-
-    accumulate, calls = loop.accumulate, []
-
-    def counted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == steps:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return accumulate(*args, **kwargs)
-
-    monkeypatch.setattr(loop, "accumulate", counted)
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    a, b = final(one), final(other)
-    assert a["step"] == b["step"] and a["state"] == b["state"]
-    assert all(torch.equal(tensor, b["model"][name]) for name, tensor in a["model"].items())
-    for x, y in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
-        assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)

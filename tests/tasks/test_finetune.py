@@ -44,7 +44,7 @@ from octfm.trust.report import trust
 from support.command_line import invoke
 from support.finetune_runs import settings
 from support.small_store import GRADES, darkened, edit_rows, small_store
-from support.tiny_runs import Killed, config, quick_pretrain, quiet
+from support.tiny_runs import Killed, config, killed_at, killed_by, quick_pretrain, quiet
 
 MANY = ("train",) * 20 + ("val",) * 4 + ("test",) * 36
 
@@ -147,12 +147,9 @@ def test_a_code_for_a_missing_number_is_named_before_hours_of_training(run, tmp_
     (tmp_path / "labels.tsv").write_text("\n".join(["participant_id\tcst_um", *cells]))
     config = settings(run, store, tmp_path / "labels.tsv", target="cst_um", order=[], epochs=1)
 
-    def echo(line):
-        if "unlike the others; if that stands for a missing value, leave those cells empty" in line:
-            raise Killed
-
+    said = "unlike the others; if that stands for a missing value, leave those cells empty"
     with pytest.raises(Killed):
-        finetune(config, tmp_path / "out", echo=echo)
+        finetune(config, tmp_path / "out", echo=killed_by(said))
     assert not (tmp_path / "out").exists()
 
 
@@ -191,18 +188,9 @@ def test_the_encoder_stands_still_while_the_head_learns(run, store, labels, tmp_
 def test_a_resumed_run_equals_an_uninterrupted_one(run, store, labels, tmp_path, monkeypatch, frozen):
     changes = {"lr_encoder": 0} if frozen else {}
     whole = finetune(settings(run, store, labels, **changes), tmp_path / "whole", echo=quiet)
-    held_out_score, calls = module.FineTuning.held_out_score, []
-
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == 4:
-            raise Killed
-        return held_out_score(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module.FineTuning, "held_out_score", interrupted)
-        with pytest.raises(Killed):
-            finetune(settings(run, store, labels, **changes), tmp_path / "halves", echo=quiet)
+    killed_at(4, monkeypatch, module.FineTuning, "held_out_score")
+    with pytest.raises(Killed):
+        finetune(settings(run, store, labels, **changes), tmp_path / "halves", echo=quiet)
     if not frozen:  # as octfm 0.1 left it
         (tmp_path / "halves" / "run.json").unlink()
     halves = finetune(settings(run, store, labels, **changes), tmp_path / "halves", echo=quiet)

@@ -166,27 +166,26 @@ def phantom(scanner: str, diagnosis="healthy", severity=0.5, seed=0, bscans=32) 
     return volume, truth.surface("ilm"), truth.surface("bm")
 
 
+def assert_found(volume, ilm, bm):
+    tissue = find_tissue(volume.voxels, volume.spacing_mm)
+    assert tissue.confident, tissue.confidence
+    assert contained(tissue, volume, ilm, bm) >= 0.99
+    assert tight(tissue, volume, ilm, bm) >= 0.95
+
+
 @pytest.mark.parametrize("scanner", SCANNERS)
 @pytest.mark.parametrize(
     ("diagnosis", "severity"), [("healthy", 0.5), ("drusen", 0.4), ("drusen", 1.0), ("dme", 0.3), ("dme", 1.0)]
 )
 def test_band_holds_the_retina_of_every_phantom_and_is_tight(scanner, diagnosis, severity):
     for seed in (1, 2):
-        volume, ilm, bm = phantom(scanner, diagnosis, severity, seed, bscans=16)
-        tissue = find_tissue(volume.voxels, volume.spacing_mm)
-        assert tissue.confident, tissue.confidence
-        assert contained(tissue, volume, ilm, bm) >= 0.99
-        assert tight(tissue, volume, ilm, bm) >= 0.95
+        assert_found(*phantom(scanner, diagnosis, severity, seed, bscans=16))
 
 
 @pytest.mark.parametrize("scanner", FIRST)
 @pytest.mark.parametrize("case", CASES)
 def test_band_survives(case, scanner):
-    volume, ilm, bm = case(*phantom(scanner, seed=3))
-    tissue = find_tissue(volume.voxels, volume.spacing_mm)
-    assert tissue.confident, tissue.confidence
-    assert contained(tissue, volume, ilm, bm) >= 0.99
-    assert tight(tissue, volume, ilm, bm) >= 0.95
+    assert_found(*case(*phantom(scanner, seed=3)))
 
 
 @pytest.mark.parametrize("scanner", SCANNERS)

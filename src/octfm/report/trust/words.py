@@ -114,9 +114,8 @@ def _left_out(result: dict[str, Any]) -> Finding:
         return Finding(
             question, "none", part["sentence"] or "Too few participants per scanner for an interval.", "left-out"
         )
-    mean = [c for c in planned if c["scanner"] is None]
-    lost = [c for c in planned if c["scanner"] is not None and c["claim"] == "worse"]
-    gained = [c for c in planned if c["scanner"] is not None and c["claim"] == "better"]
+    mean, single = ([c for c in planned if (c["scanner"] is None) is over_all] for over_all in (True, False))
+    lost, gained = ([c for c in single if c["claim"] == claim] for claim in ("worse", "better"))
     parts = []
     for c in mean:
         change = f"{NAMES[c['metric']]} {interval(c)}"
@@ -128,18 +127,15 @@ def _left_out(result: dict[str, Any]) -> Finding:
             f"In {target(c['target'])} {what[c['claim']]}: {change}, mean over scanners, against a probe fitted on as "
             "many participants of the tested scanner."
         )
-    singles = len([c for c in planned if c["scanner"] is not None])
-    if singles:
+    if single:
         on = _list([f"{readable(c['scanner'])} ({target(c['target'])}, {_gap(c)})" for c in lost])
         parts.append(
-            f"Scanner by scanner, {len(lost)} of {singles} comparisons show a loss{f': {on}' if lost else ''}."
+            f"Scanner by scanner, {len(lost)} of {len(single)} comparisons show a loss{f': {on}' if lost else ''}."
         )
     if gained:
         parts.append(f"{len(gained)} show{'s' * (len(gained) == 1)} a gain.")
-    tone: Tone = "worse" if lost or any(c["claim"] == "worse" for c in mean) else "inconclusive"
-    if mean and all(c["claim"] == "better" for c in mean):
-        tone = "better"
-    return Finding(question, tone, " ".join(parts), "left-out")
+    tone = _overall(c["claim"] for c in mean)
+    return Finding(question, "worse" if lost and tone != "better" else tone, " ".join(parts), "left-out")
 
 
 def _domains(result: dict[str, Any]) -> Finding:
