@@ -38,7 +38,7 @@ PARTICIPANT = ("participant", "participant_id")
 
 @dataclass(frozen=True)
 class _Eye:
-    """A row with zones of both."""
+    """A row in which octfm and the device measured zones."""
 
     line: int
     """As a spreadsheet counts them: the header is 1."""
@@ -93,7 +93,7 @@ def device_agreement(table: Path, device: Path | None = None) -> dict[str, Any]:
 
 
 def _compared(rows: Sequence[dict[str, str]], named: str | None, table: Path) -> tuple[list[_Eye], dict[str, int]]:
-    """Rows with zones of both, and how many others are left out for which reason. `named`: the column of participants.
+    """Rows that both measured, and how many others are left out for which reason. `named`: the column of participants.
 
     Raises EvaluationError if a scan stands in two rows.
     """
