@@ -42,7 +42,7 @@ class Tuned:
     """Fine-tuned runs of one recipe, one per seed."""
 
     name: str
-    runs: tuple[PredictionTable, ...]
+    runs: list[PredictionTable]
     what: str
     """head (frozen encoder), low rank, fine-tuned or from scratch."""
 
@@ -301,20 +301,19 @@ def _entries(paths: Sequence[Path]) -> tuple[list[Path], list[Tuned]]:
 def _tuned(paths: Sequence[Path]) -> list[Tuned]:
     """Group fine-tuned runs by recipe, each group under the name of its first run and in the order of seeds. Two
     recipes of the same seeds are then paired seed by seed, in whatever order their runs are given."""
-    groups: list[tuple[str, dict, list[PredictionTable], str]] = []
+    groups: list[Tuned] = []
     for path in paths:
         saved = read_predictions(path / "predictions.parquet")
         config = load(FinetuneConfig, path / "config.yaml")
-        recipe = saved.facts["recipe"]
         learned = "fine-tuned" if config.lora_rank is None else "low rank"
         what = "head" if config.frozen else "from scratch" if config.from_scratch else learned
-        group = next((g for g in groups if g[1] == recipe), None)
-        if group is None:
-            groups.append((path.resolve().name, recipe, [saved], what))
-        elif saved.facts["seed"] in [s.facts["seed"] for s in group[2]]:
-            raise EvaluationError(f"{path}: the same recipe and seed as {group[0]}; give each run once")
+        own = next((t for t in groups if t.runs[0].facts["recipe"] == saved.facts["recipe"]), None)
+        if own is None:
+            groups.append(Tuned(path.resolve().name, [saved], what))
+        elif saved.facts["seed"] in [s.facts["seed"] for s in own.runs]:
+            raise EvaluationError(f"{path}: the same recipe and seed as {own.name}; give each run once")
         else:
-            group[2].append(saved)
-    return [
-        Tuned(name, tuple(sorted(runs, key=lambda saved: saved.facts["seed"])), what) for name, _, runs, what in groups
-    ]
+            own.runs.append(saved)
+    for own in groups:
+        own.runs.sort(key=lambda saved: saved.facts["seed"])
+    return groups

@@ -242,8 +242,8 @@ def _training(sources: Sources) -> str:
     if environment := sources.record.get("environment"):
         machine = ", ".join(f"{key} {value}" for key, value in environment.items() if key != "precision")
         lines.append(f"Ran on {machine}.")
-    if time := _time(sources):
-        lines.append(f"{time} between the first and the last logged step.")
+    if len(times := series(sources.train, "time")[1]) > 1:
+        lines.append(f"{duration(times.max() - times.min())} between the first and the last logged step.")
     lines.append("Health: " + words.health_line(sources))
     return "## Training\n\n" + " ".join(_text(line) for line in lines)
 
@@ -320,13 +320,6 @@ def _limits(sources: Sources) -> str:
     if troubled := [f"{r['what']} ({r['verdict']}: {r['sentence']})" for r in latest if r["verdict"] != "ok"]:
         found.append("Health checks that were not fine at the last look: " + "; ".join(troubled) + ".")
     return "## Limits\n\n" + "\n".join(f"- {_text(line)}" for line in found)
-
-
-def _time(sources: Sources) -> str:
-    _, times = series(sources.train, "time")
-    if len(times) < 2:
-        return ""
-    return duration(times.max() - times.min())
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
