@@ -88,15 +88,6 @@ def test_reading_and_segmenting_flow_needs_a_word(clinic):
         octfm.segment(volume)
 
 
-def test_a_sidecar_with_another_modality_names_the_line(tmp_path):
-    place = write_npy(tmp_path / "v.npy", np.arange(8 * 40 * 36, dtype=np.uint16).reshape(8, 40, 36))
-    write_sidecar(place, modality="fundus")
-    with pytest.raises(
-        ReadError, match=r"v\.json: line \d+: modality is 'fundus'; expected one of structure, oct, octa"
-    ):
-        read_volume(place)
-
-
 @pytest.fixture
 def mixed(tmp_path) -> Store:
     """A store in which every third row is flow."""

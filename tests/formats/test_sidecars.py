@@ -165,6 +165,7 @@ def test_no_value_is_read_as_something_else(tmp_path, key, value):
         ('{"laterality": "R",\n "protocol": "für"}'.encode("latin-1"), "line 2: not UTF-8"),
         ('{"upside_down": "true"}', "expected true or false, without quotes"),
         ('{"bits": 4}', "from 8 to 16"),
+        ('{"modality": "fundus"}', "line 1: modality is 'fundus'; expected one of structure, oct, octa"),
         ('{"participant": "p\\ud800"}', "participant is not an id"),
         ('{"participant": "p\\n1"}', "participant is not an id"),
         ('{"spacing_mm": [0.1, 0.01, 0.1], "spacing_mm_zyx": [0.2, 0.01, 0.1]}', "differ"),
