@@ -23,7 +23,7 @@ from octfm.run.tracking import read_metrics
 from support.bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from support.command_line import invoke
 from support.probe_cohort import Cohort
-from support.tiny_runs import config, final, quick_pretrain
+from support.tiny_runs import assert_same_training, config, final, quick_pretrain
 
 SLOW = pytest.mark.slow
 buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
@@ -34,15 +34,6 @@ faults = pytest.mark.parametrize("faulty", ["s3", "gs"], indirect=True)
 def on_disk(store, tmp_path_factory):
     """The same run on a local disk."""
     return quick_pretrain(config(), store, tmp_path_factory.mktemp("run") / "run", "cpu", echo=lambda _: None)
-
-
-def same_state(one, other) -> bool:
-    """Networks and optimizer, bit for bit; the key of a run's hashes is its own."""
-    a, b = checkpoint.load(checkpoint.newest(one)), checkpoint.load(checkpoint.newest(other))
-    assert a["step"] == b["step"]
-    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
-    torch.testing.assert_close(a["optimizer"]["state"], b["optimizer"]["state"], rtol=0, atol=0)
-    return True
 
 
 class Stop(Exception):
@@ -75,7 +66,7 @@ def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, t
     quick_pretrain(config(), store, str(place / "run"), "cpu", echo=told.append)
     assert any("after 3 updates" in line for line in told)
     assert f"pretraining done: 8 updates, checkpoint {place}/run/checkpoints/step-00000008.pt" in told
-    assert same_state(local_run(place / "run"), on_disk)
+    assert_same_training(local_run(place / "run"), on_disk)
     pointer = read_pointer(place / "run")
     assert list(pointer["checkpoints"]) == ["step-00000006.pt", "step-00000008.pt"], (
         "the retention of the run holds in the bucket"
@@ -231,7 +222,7 @@ def test_a_run_whose_last_checkpoint_finds_no_room_on_its_way_to_the_bucket_send
     outbox.unlink()
     quick_pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
     assert "step-00000008.pt" in read_pointer(place / "run")["checkpoints"]
-    assert same_state(mirror_of(place / "run"), on_disk)
+    assert_same_training(mirror_of(place / "run"), on_disk)
 
 
 @pytest.mark.slow
@@ -244,7 +235,7 @@ def test_a_damaged_checkpoint_in_the_bucket_falls_back_to_the_one_before(place, 
     told = []
     quick_pretrain(config(), store, place / "run", "cpu", echo=told.append)
     assert any("after 6 updates" in line for line in told)
-    assert same_state(local_run(place / "run"), on_disk)
+    assert_same_training(local_run(place / "run"), on_disk)
 
 
 @pytest.mark.parametrize("faulty", ["gs", pytest.param("s3", marks=SLOW)], indirect=True)
@@ -258,7 +249,7 @@ def test_training_survives_a_tenth_of_requests_failing_and_reports_it(faulty, st
     quick_pretrain(config(ckpt_every_steps=1), store, place / "run", "cpu", echo=echo)
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
     copy = local_run(place / "run")
-    assert same_state(copy, on_disk)
+    assert_same_training(copy, on_disk)
     assert proxy.spoilt["503"] > 0
     rows = [row for row in read_metrics(mirror(place, tmp_path) / "metrics.jsonl") if row["kind"] == "bucket"]
     assert rows and rows[-1]["retries"] > 0 and rows[-1]["failures"] == 0
@@ -290,7 +281,7 @@ def test_a_lost_bucket_never_stops_training_and_gets_everything_later(place, sto
         quick_pretrain(config(), store, place / "run", "cpu", echo=echo)
     assert any("not yet in" in line and "training goes on" in line for line in told)
     folder = mirror_of(place / "run")
-    assert same_state(folder, on_disk), "the local disk has it"
+    assert_same_training(folder, on_disk)  # the local disk has it
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "checkpoint"]
     assert rows and all(row["what"] == "checkpoint" for row in rows)
     proxy.fail_after(10**9)
@@ -298,7 +289,7 @@ def test_a_lost_bucket_never_stops_training_and_gets_everything_later(place, sto
     bucket.delete(str(place / "run" / "run.lease"))
     quick_pretrain(config(), store, place / "run", "cpu", echo=lambda _: None)
     monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / "another machine"))
-    assert same_state(local_run(place / "run"), on_disk)
+    assert_same_training(local_run(place / "run"), on_disk)
     proxy.close()
 
 
@@ -374,7 +365,7 @@ def test_a_run_killed_at_any_request_leaves_a_pointer_to_whole_checkpoints(
         monkeypatch.setattr(bucket_run, "PATIENCE_S", 60.0)
         monkeypatch.setenv("OCTFM_CACHE", str(tmp_path / f"other machine {left}"))
         quick_pretrain(config(), store, place / f"run {left}", "cpu", echo=lambda _: None)
-        assert same_state(local_run(place / f"run {left}"), on_disk)
+        assert_same_training(local_run(place / f"run {left}"), on_disk)
     assert stopped >= 4, "a run that needs fewer requests than that ends well"
     proxy.close()
 

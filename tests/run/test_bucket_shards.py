@@ -8,11 +8,10 @@ import torch
 
 from octfm.encoder.encoder import load_encoder
 from octfm.io import bucket
-from octfm.run import checkpoint
 from octfm.run.bucket import local_run, read_pointer
 from support.bucket_servers import ENDPOINT
 from support.ranks import codes
-from support.tiny_runs import TINY, rows
+from support.tiny_runs import TINY, assert_same_training, rows
 
 SETTINGS = TINY | {
     "data": {"global_batch_size": 4, "per_device_batch_size": 1},
@@ -43,13 +42,6 @@ def surroundings(place, cache) -> dict[str, str]:
     return {name: os.environ[name] for name in names} | {"OCTFM_CACHE": str(cache)}
 
 
-def assert_same_state(one, other) -> None:
-    a, b = checkpoint.load(checkpoint.newest(one)), checkpoint.load(checkpoint.newest(other))
-    assert a["step"] == b["step"] == 8
-    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
-    torch.testing.assert_close(a["optimizer"]["state"], b["optimizer"]["state"], rtol=0, atol=0)
-
-
 @pytest.mark.slow
 @buckets
 def test_ranks_on_another_machine_go_on_with_shards_in_a_bucket(ranks, place, store, on_disk, tmp_path):
@@ -68,7 +60,7 @@ def test_ranks_on_another_machine_go_on_with_shards_in_a_bucket(ranks, place, st
     ended = ranks(2, store.path, tmp_path / "b", SETTINGS, to=to, environment=there)
     assert codes(ended) == [0, 0] and "after 4 updates" in ended[0].said, ended
     copy = local_run(place / "run")
-    assert_same_state(copy, on_disk)
+    assert_same_training(copy, on_disk)
     assert [row["step"] for row in rows(copy)] == list(range(8)), "no step is told twice and none is missing"
     assert {path.suffix for path in (copy / "checkpoints").iterdir()} == {".dcp"}
     networks = [load_encoder(run, device="cpu").network for run in (on_disk, to)]
@@ -90,7 +82,7 @@ def test_with_a_tenth_of_requests_spoilt_no_shard_is_lost(ranks, faulty, store, 
         environment=surroundings(place, tmp_path / "here"),
     )
     assert codes(ended) == [0, 0], ended
-    assert_same_state(local_run(place / "run"), on_disk)
+    assert_same_training(local_run(place / "run"), on_disk)
     told = rows(next((tmp_path / "here" / "runs").glob("*/run")), "bucket")
     assert proxy.spoilt.total() > 5 and told[-1]["retries"] > 0 and told[-1]["failures"] == 0
 
@@ -124,7 +116,7 @@ def test_ranks_killed_while_shards_are_sent_leave_whole_checkpoints(ranks, place
         0,
         0,
     ]
-    assert_same_state(local_run(place / "run"), on_disk)
+    assert_same_training(local_run(place / "run"), on_disk)
 
 
 @pytest.mark.slow

@@ -135,6 +135,14 @@ def assert_same_weights(one: Path, other: Path) -> None:
         assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
 
 
+def assert_same_training(one: Path, other: Path) -> None:
+    """Networks and optimizer, bit for bit; the key of a run's hashes is its own."""
+    a, b = final(one), final(other)
+    assert a["step"] == b["step"]
+    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+    torch.testing.assert_close(a["optimizer"]["state"], b["optimizer"]["state"], rtol=0, atol=0)
+
+
 def assert_nearly_the_same(found: dict, expected: dict) -> None:
     """Weights within a tolerance but for one in a thousand: AdamW moves a weight by its gradient's sign, which rounding
     decides where the gradient is nearly zero."""

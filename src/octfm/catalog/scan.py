@@ -127,7 +127,7 @@ def scan(
         Pattern.parse(text) for text in ([participant_from] if isinstance(participant_from, str) else participant_from)
     ]
     require_readers(readers)
-    _expect_known(layouts, modalities, seed)
+    _expect_possible(layouts, modalities, seed)
     expect_fractions(fractions)
     if nominal_spacing_mm is not None:
         nominal_spacing_mm = as_spacing(nominal_spacing_mm, "nominal_spacing_mm")
@@ -194,7 +194,7 @@ def scan(
     return catalog
 
 
-def _expect_known(layouts: Collection[Layout], modalities: Collection[Modality], seed: int) -> None:
+def _expect_possible(layouts: Collection[Layout], modalities: Collection[Modality], seed: int) -> None:
     if not ("raster" in layouts or tuple(layouts) == ("line",)) or any(name not in ADMISSIBLE for name in layouts):
         raise CatalogError(
             f"layouts: expected raster, raster,radial, raster,line or line; got {','.join(layouts) or 'none'}"
