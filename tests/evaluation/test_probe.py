@@ -1066,6 +1066,7 @@ def test_a_terminal_says_what_does_not_survive_the_correction(verdict, p_holm, w
     compared |= {"p": 0.027, "p_holm": p_holm}
     assert difference_words(compared) == f"one is {verdict} against other: +0.018 (+0.001 to +0.062, p = 0.027{words}"
     assert "(+0.001 to +0.062, p < 0.001, " in difference_words(compared | {"p": 0.0001})
+    assert "+0.0002 (+0.0001 to +0.0620, " in difference_words(compared | {"difference": 0.0002, "low": 0.0001})
 
 
 def test_planned_comparisons_are_corrected_for_their_number(tmp_path):
