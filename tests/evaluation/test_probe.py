@@ -22,7 +22,17 @@ from octfm.encoder.embeddings import Embeddings, align, joined, read_embeddings,
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import EvaluationError
 from octfm.evaluation import linear, readouts
-from octfm.evaluation.cases import Cases, Round, Skip, Target, find_targets, make_cases, make_rounds, participant_folds
+from octfm.evaluation.cases import (
+    Cases,
+    Round,
+    Skip,
+    Target,
+    column_values,
+    find_targets,
+    make_cases,
+    make_rounds,
+    participant_folds,
+)
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.linear import logistic, ridge
 from octfm.evaluation.probe import probe, summary_lines, write_probe
@@ -561,6 +571,22 @@ def test_decimal_commas_are_numbers_unless_they_may_separate_thousands(tmp_path)
     assert joined("dme, erm", "3,5") == ["dme, erm", "3,5"] and joined("1,2,4", "2") == ["1,2,4", "2"]
     with pytest.raises(EvaluationError, match=r"um: is 1,234 a decimal number or one in thousands\? .* 1\.234 or 1234"):
         joined("1,234", "2,345", "7")
+
+
+def test_a_doubtful_comma_of_a_participant_does_not_make_every_number_a_class(cohort, tmp_path):
+    """The scan keeps such cells as they are; a target of them was refused for having as many classes as people."""
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+
+    def values(cell):
+        return column_values(
+            "um", replace(data, participant_labels=({"um": cell}, {}) * (len(data.scanner) // 2)), None
+        )
+
+    assert values("23,5")[:2] == ["23.5", None]
+    with pytest.raises(
+        EvaluationError, match=r"um of the participants: is 23,456 a .* 23\.456 or 23456 in the table of"
+    ):
+        values("23,456")
 
 
 def relabelled(cohort, path, column, cells):
