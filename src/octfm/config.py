@@ -305,6 +305,13 @@ def _parse(text: str) -> Any:
         raise yaml.YAMLError("values nested hundreds deep") from None
 
 
+def _typed(text: str) -> Any:
+    """The value of an override. A name stands as it was typed: # begins no comment, and a newline is no space."""
+    value, plain = _parse(text), text.strip()
+    named = isinstance(value, str) and plain[0] not in "\"'|>&*"
+    return plain if named or plain.startswith("#") else value
+
+
 def _apply(values: dict[str, Any], override: str) -> None:
     refuse_credentials(override)
     key, equals, text = override.partition("=")
@@ -324,7 +331,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: {section} is a value, not a section; expected section.key=value")
     try:
-        table[name] = _parse(text)
+        table[name] = _typed(text)
     except yaml.YAMLError as error:
         problem = (getattr(error, "problem", None) or str(error).partition("\n")[0]).strip()
         raise ConfigError(f"{where}: expected a YAML value such as 6, null or [a, b]: {problem}") from None

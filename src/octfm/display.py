@@ -85,8 +85,8 @@ def p_value(p: float | None) -> str:
 
 def interval(row: dict[str, Any], *, digits: int = 2) -> str:
     """`0.91 (0.87 to 0.95)`, the estimate alone without an interval, or a signed difference; with one more digit if
-    `digits` would show only zeros, and as many as show that a score is below 1 and that the interval of a difference
-    excludes 0."""
+    `digits` would show only zeros, and as many as show that a score is below 1, that a difference without an interval
+    is not 0, and that the interval of a difference excludes 0."""
     signed = "difference" in row
     value = row["difference"] if signed else row.get("estimate")
     if value is None:
@@ -96,13 +96,19 @@ def interval(row: dict[str, Any], *, digits: int = 2) -> str:
     # Nor is a score of .997 a perfect 1; a micrometre is none.
     while 1 < digits < 8 and value < 1 and float(f"{value:.{digits}f}") == 1:
         digits += 1
-    excludes_zero = signed and len(numbers) > 1 and row["low"] * row["high"] > 0
-    while excludes_zero and digits < 8 and min(map(abs, numbers[1:])) < 0.5 * 10**-digits:
+    # What must not read as 0.
+    ends = numbers[1:] or numbers
+    least = min(map(abs, ends)) if signed and min(ends) * max(ends) > 0 else 1.0
+    while 1e-8 <= least < 0.5 * 10**-digits:
         digits += 1
-    # z: no sign before a number that is rounded to 0.
-    form = f"{'+' if signed else ''}z.{digits}f"
-    estimate, *ends = (format(n, form) for n in numbers)
-    return f"{estimate} ({' to '.join(ends)})" if ends else estimate
+    estimate, *shown = (_signed(n, digits) if signed else f"{n:z.{digits}f}" for n in numbers)
+    return f"{estimate} ({' to '.join(shown)})" if shown else estimate
+
+
+def _signed(value: float, digits: int) -> str:
+    """With its sign, unless it is rounded to 0."""
+    text = f"{value:+.{digits}f}"
+    return text if float(text) else text[1:]
 
 
 def times(shape: Iterable[float]) -> str:

@@ -22,7 +22,17 @@ from octfm.encoder.embeddings import Embeddings, align, joined, read_embeddings,
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import EvaluationError
 from octfm.evaluation import linear, readouts
-from octfm.evaluation.cases import Cases, Round, Skip, Target, find_targets, make_cases, make_rounds, participant_folds
+from octfm.evaluation.cases import (
+    Cases,
+    Round,
+    Skip,
+    Target,
+    column_values,
+    find_targets,
+    make_cases,
+    make_rounds,
+    participant_folds,
+)
 from octfm.evaluation.efficiency import label_efficiency, subset
 from octfm.evaluation.linear import logistic, ridge
 from octfm.evaluation.probe import probe, summary_lines, write_probe
@@ -563,6 +573,22 @@ def test_decimal_commas_are_numbers_unless_they_may_separate_thousands(tmp_path)
         joined("1,234", "2,345", "7")
 
 
+def test_a_doubtful_comma_of_a_participant_does_not_make_every_number_a_class(cohort, tmp_path):
+    """The scan keeps such cells as they are; a target of them was refused for having as many classes as people."""
+    data = read_embeddings(cohort.embeddings(tmp_path / "a.parquet"))
+
+    def values(cell):
+        return column_values(
+            "um", replace(data, participant_labels=({"um": cell}, {}) * (len(data.scanner) // 2)), None
+        )
+
+    assert values("23,5")[:2] == ["23.5", None]
+    with pytest.raises(
+        EvaluationError, match=r"um of the participants: is 23,456 a .* 23\.456 or 23456 in the table of"
+    ):
+        values("23,456")
+
+
 def relabelled(cohort, path, column, cells):
     """A table with one row per participant."""
     people = sorted({r["participant"] for r in cohort.rows})
@@ -1066,6 +1092,7 @@ def test_a_terminal_says_what_does_not_survive_the_correction(verdict, p_holm, w
     compared |= {"p": 0.027, "p_holm": p_holm}
     assert difference_words(compared) == f"one is {verdict} against other: +0.018 (+0.001 to +0.062, p = 0.027{words}"
     assert "(+0.001 to +0.062, p < 0.001, " in difference_words(compared | {"p": 0.0001})
+    assert "+0.0002 (+0.0001 to +0.0620, " in difference_words(compared | {"difference": 0.0002, "low": 0.0001})
 
 
 def test_planned_comparisons_are_corrected_for_their_number(tmp_path):

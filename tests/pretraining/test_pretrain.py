@@ -383,25 +383,23 @@ def test_a_run_whose_terminal_is_closed_is_saved(store, tmp_path, signals):
     assert len(rows(quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet))) == 3
 
 
-def test_ctrl_c_that_ends_the_reader_of_a_runs_lines_too_saves_the_run(store, tmp_path):
-    """As `octfm pretrain … | tee log`: the next line ended the run with its updates since the last checkpoint."""
+@pytest.mark.parametrize("signals", ["", "TERM"])
+def test_a_run_whose_lines_are_read_no_further_is_saved(store, tmp_path, signals):
+    """After `octfm pretrain … | head`, or Ctrl-C in `octfm pretrain … | tee log`, the next line ended the run with its
+    updates since the last checkpoint."""
     from octfm.errors import Preempted
 
-    def tee(*signals):
-        left = [*signals]
+    left = [signal.Signals[f"SIG{name}"] for name in signals.split()]
 
-        def echo(line):
-            if line.startswith("step "):
-                if left:
-                    signal.raise_signal(left.pop())
-                raise BrokenPipeError
+    def echo(line):
+        if line.startswith("step "):
+            if left:
+                signal.raise_signal(left.pop())
+            raise BrokenPipeError
 
-        return echo
-
-    with pytest.raises(BrokenPipeError):
-        quick_pretrain(config(steps=3), store, tmp_path / "run", echo=tee())
-    with pytest.raises(Preempted, match=r"SIGTERM: saved after [12] of 3 updates"):
-        quick_pretrain(config(steps=3), store, tmp_path / "run", echo=tee(signal.SIGTERM))
+    with pytest.raises(Preempted, match=rf"SIG{signals or 'PIPE'}: saved after [12] of 3 updates"):
+        quick_pretrain(config(steps=3), store, tmp_path / "run", echo=echo)
+    assert len(rows(quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet))) == 3
 
 
 def test_a_run_under_nohup_goes_on(store, tmp_path):

@@ -30,6 +30,7 @@ def store(tmp_path_factory):
     return small_store(tmp_path_factory.mktemp("store") / "prepared").path
 
 
+SAID = "octfm: interrupted; the same command continues\n"
 WRONG = {
     "no such folder": (["scan", "nowhere"], "nowhere"),
     "no catalog": (["prepare", "nowhere"], "nowhere"),
@@ -302,20 +303,45 @@ def test_a_folder_that_is_there_may_be_named_like_a_table(tmp_path):
     assert not is_named_as_file(tmp_path / "run.json") and is_named_as_file(tmp_path / "other.json")
 
 
-def test_a_verb_that_is_terminated_ends_as_by_ctrl_c():
-    """Schedulers send SIGTERM at the end of the hours: exit code -15 and no word say nothing about the results."""
-    body = "main.app = lambda **_: signal.raise_signal(signal.SIGTERM); main.main()"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import signal; from octfm.cli import main; {body}"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (130, "octfm: interrupted; the same command continues\n")
+@pytest.mark.parametrize(
+    ("signals", "repeated_s", "printed"),
+    [
+        *((signals, 1.0, ("tidied\n", SAID)) for signals in ("INT INT", "TERM HUP", "HUP HUP")),
+        ("INT INT", 0.0, ("", "")),  # somebody who lost patience
+    ],
+)
+def test_a_verb_that_is_terminated_ends_as_by_ctrl_c(signals, repeated_s, printed):
+    """Schedulers send SIGTERM at the end of the hours: exit code -15 and no word say nothing about the results. Shells
+    and wrappers repeat signals, which then came while Python was ending, with a traceback."""
+    first, second = (f"signal.raise_signal(signal.SIG{name})" for name in signals.split())
+    body = f"""
+import atexit, signal
+from octfm.cli import main
+def work(**_):
+    try:
+        {first}
+    finally:
+        {second}
+        print("tidied")
+atexit.register(lambda: {second})
+main.app, main.REPEATED_S = work, {repeated_s}
+main.main()
+"""
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
+    assert (done.returncode, (done.stdout, done.stderr)) == (130, printed)
+
+
+def test_a_verb_under_nohup_goes_on():
+    body = "main.app = lambda **_: signal.raise_signal(signal.SIGHUP); main.main()"
+    ignored = "import signal; from octfm.cli import main; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    assert subprocess.run([sys.executable, "-c", f"{ignored}; {body}"]).returncode == 0
 
 
 @pytest.mark.parametrize("raised", [typer.Abort, KeyboardInterrupt])
 def test_an_interruption_is_one_line(raised, tmp_path):
     """typer raises Abort, a RuntimeError, for some of them."""
     with mock.patch("support.command_line.COMMAND", side_effect=raised):
-        assert octfm_here("models", cwd=tmp_path) == (130, "", "octfm: interrupted; the same command continues\n")
+        assert octfm_here("models", cwd=tmp_path) == (130, "", SAID)
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)

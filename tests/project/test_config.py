@@ -25,6 +25,13 @@ def yaml_file(tmp_path):
     return write
 
 
+@pytest.mark.parametrize("name", ["study #2/prep", "#2/prep", "two\nlines/prep", "o'neill/prep"])
+def test_a_path_in_an_override_is_taken_as_it_was_typed(name):
+    """As YAML, the first one was the folder `study`, and a run may have trained on another store than the one named."""
+    assert load_config("vit_s", [f"data.store={name}"]).data.store == name
+    assert load_config("vit_s", ["data.store='quoted'"]).data.store == "quoted"
+
+
 def test_override_wins(yaml_file):
     config = load_config(
         yaml_file("steps: 7\nmodel: {width: 192, heads: 3}"), ("model.depth=6", "steps=9", "masks.budget=null")

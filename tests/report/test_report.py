@@ -710,7 +710,9 @@ def test_a_matplotlibrc_changes_no_chart():
 def test_numbers_near_0_have_three_decimals():
     assert interval({"difference": 0.15, "low": 0.003, "high": 0.31}) == "+0.150 (+0.003 to +0.310)"
     assert interval({"difference": 0.15, "low": 0.03, "high": 0.31}) == "+0.15 (+0.03 to +0.31)"
-    assert interval({"difference": -0.0001, "low": None, "high": None}) == "+0.000"
+    assert interval({"difference": -0.0001, "low": None, "high": None}) == "-0.0001"
+    assert interval({"difference": -1e-17}) == "0.000" and interval({"difference": 0.0}) == "0.000", "no sign before 0"
+    assert interval({"difference": 0.0002, "low": -0.01, "high": 0.03}) == "0.000 (-0.010 to +0.030)"
     assert interval({"estimate": 0.004, "low": None, "high": None}) == "0.004"
     assert interval({"estimate": 0.997, "low": 0.99, "high": 1.0}) == "0.997 (0.990 to 1.000)", "no perfect score"
     assert interval({"estimate": 0.9996, "low": None, "high": None}) == "0.9996"

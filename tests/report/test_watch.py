@@ -9,6 +9,7 @@ from rich.console import Console
 
 from octfm.errors import EvaluationError
 from octfm.report.html import write_report
+from octfm.report.sources import series
 from octfm.report.watch import follow, seconds_left, sparkline, watch
 from octfm.report.words import checkpoint_advice, checkpoint_taken
 from support.run_folder import write_run
@@ -118,6 +119,14 @@ def test_the_checkpoint_that_a_folder_stands_for_is_named_beside_the_best(tmp_pa
     later = [row | {"cases": "b"} for row in probe_rows(0.1, 0.5, 0.3)[1:]]
     for before in ({"cases": "a"}, {}):  # rows of earlier versions have none
         assert f"best at {paths[1]}: give that file" in checkpoint_taken([probe_rows(0.9)[0] | before, *later], paths)
+
+
+def test_charts_count_steps_as_checkpoints_do():
+    """The chart of the online probe ringed step 199, and the sentence above it advised step-00000200.pt."""
+    rows = probe_rows(0.1, 0.3, 0.2)
+    steps, scores = series(rows, "score")
+    assert f"step-{steps[scores.argmax()]:08.0f}.pt" == "step-00000200.pt"
+    assert checkpoint_advice(rows).startswith("Take step-00000200.pt")
 
 
 def test_no_run_is_named(tmp_path):

@@ -351,11 +351,14 @@ def test_a_copy_in_another_store_stays_out_of_the_new_one(tmp_path):
     assert alone.rows[0].found == () and not alone.unprepared()
 
 
-def test_a_row_says_that_a_copy_contradicts_its_eye_or_label(tmp_path):
+def test_a_row_says_that_a_copy_contradicts_its_eye_label_or_millimetres(tmp_path):
     """Which of the two is kept is a matter of names; without scan --pixels, prepare is the first to see the copy."""
     first = replace(acquisition(1), laterality="R", participant_labels={"diagnosis": "amd"})
     others = [{"laterality": "L"}, {"participant_labels": {"diagnosis": "dme"}}, {"laterality": None}]
-    for number, (other, found) in enumerate(zip(others, [("copy_contradicts",)] * 2 + [()], strict=True)):
+    dz, dy, dx = first.spacing_mm
+    others += [{"spacing_mm": (dz, 2 * dy, dx)}, {"spacing_mm": (dz, 2 * dy, dx), "flags": ("nominal_spacing",)}]
+    found_of = [("copy_contradicts",), ("copy_contradicts",), (), ("copy_contradicts",), ()]
+    for number, (other, found) in enumerate(zip(others, found_of, strict=True)):
         copy = replace(first, sop_instance_uid="1.2.3.77", **other)
         for _ in ("once", "again"):
             store = run([first, copy], tmp_path / str(number), workers=0)

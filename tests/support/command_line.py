@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ def octfm_here(*words: object, cwd: Path) -> tuple[int, str, str]:
     """Run the command in this process, without the seconds that imports take: exit code, stdout, stderr."""
     out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
     code: Any = 0
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     with (
         inside(cwd),
         mock.patch.object(command_line, "app", COMMAND),
@@ -52,6 +54,9 @@ def octfm_here(*words: object, cwd: Path) -> tuple[int, str, str]:
             main()
         except SystemExit as end:
             code = end.code
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     for stream in (out, err):
         stream.flush()
     return code, out.buffer.getvalue().decode(), err.buffer.getvalue().decode()

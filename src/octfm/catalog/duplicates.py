@@ -27,6 +27,8 @@ from octfm.formats.declared import DECLARED
 from octfm.formats.reasons import Header
 from octfm.io.archive import file_size, is_folder, open_file
 from octfm.io.spread import Spread
+from octfm.volume.estimated import FLAG
+from octfm.volume.volume import Spacing3
 
 OF_TWO = "pixels_of_two_participants"
 """Reason code of a copy under another participant's id, and flag of the one that is kept."""
@@ -54,6 +56,8 @@ class Filed(Protocol):
     def participant_labels(self) -> Mapping[str, str]: ...
     @property
     def flags(self) -> tuple[str, ...]: ...
+    @property
+    def layout(self) -> str: ...
 
 
 F = TypeVar("F", bound=Filed)
@@ -187,7 +191,7 @@ def compare_copies(
         copy, first = copy_of.get(reject.uri), filed.get(header.sop_instance_uid)
         if copy and first and reject.code == "duplicate_sop_uid":
             filing = filed_otherwise(copy, first)
-            described = described_otherwise(copy, first)
+            described = described_otherwise(copy, first, copy.spacing_mm, first.spacing_mm)
             if {header.superior_first, header_of[first.uri].superior_first} == {True, False}:
                 described.append("its B-scans in the other order")
             differences = [*filing.values(), *described]
@@ -228,14 +232,14 @@ def doubted(a: Acquisition, names: Collection[str]) -> Acquisition:
     return a
 
 
-def described_otherwise(copy: Acquisition, first: Acquisition) -> list[str]:
+def described_otherwise(copy: Filed, first: Filed, copy_mm: Spacing3, first_mm: Spacing3) -> list[str]:
     """Which millimetres header, sidecar or table state of the copy instead of the kept file's."""
     # Stated of neither file, or only of one.
-    if not {copy.spacing_source, first.spacing_source}.isdisjoint(("nominal", "estimated")):
+    if not {*copy.flags, *first.flags}.isdisjoint(("nominal_spacing", FLAG)):
         return []
     found = []
     places = ("between B-scans", "per row", "per column")
-    for place, other, own in zip(places, copy.spacing_mm, first.spacing_mm, strict=True):
+    for place, other, own in zip(places, copy_mm, first_mm, strict=True):
         meaningless = place == "between B-scans" and first.layout != "raster"
         if abs(other / own - 1) > _ROUNDED and not meaningless:
             found.append(f"{other:.4g} mm {place} instead of {own:.4g}")

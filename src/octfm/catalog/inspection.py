@@ -65,7 +65,7 @@ def inspect_pixels(
             kept[acquisition.uri], seen[acquisition.uri] = acquisition, outcome
             continue
         differences, original = filed_otherwise(acquisition, first), ""
-        described = described_otherwise(acquisition, first)
+        described = described_otherwise(acquisition, first, acquisition.spacing_mm, first.spacing_mm)
         code, sentence = describe_copy(acquisition, first, [*differences.values(), *described])
         kept[first.uri] = doubted(kept[first.uri], differences)
         if described:

@@ -98,11 +98,7 @@ class LabelTable:
         try:
             return with_points([row[column] for row in self.rows])
         except ValueError as doubt:
-            cell = str(doubt)
-            raise EvaluationError(
-                f"{self.path}: {column}: is {cell} a decimal number or one in thousands? write numbers with a "
-                f"decimal point, {cell.replace(',', '.')} or {cell.replace(',', '')}"
-            ) from None
+            raise EvaluationError(f"{self.path}: {column}: {doubt}") from None
 
     def _by_acquisition(self, column: str, acquisitions: list[tuple[str, str, str | None]]) -> list[str | None]:
         keyed = self.by_uid(column)
@@ -227,15 +223,19 @@ def as_number(value: str | None) -> float | None:
 
 
 def with_points(column: Sequence[str]) -> list[str | None]:
-    """The cells of a column, `stated`; in a column of numbers decimal commas become points. ValueError of a number
-    whose comma may separate thousands, if all are such."""
+    """The cells of a column, `stated`; in a column of numbers decimal commas become points. Raises ValueError, with a
+    number and what to do, if all commas may separate thousands."""
     cells = [stated(cell) for cell in column]
     commas = [cell for cell in cells if cell is not None and "," in cell]
     points = [cell and cell.replace(",", ".") for cell in cells]
     if not commas or any(as_number(point) is None for point in points if point is not None):
         return cells
     if all(re.fullmatch(r"[+-]?[1-9]\d{0,2},\d{3}", cell) for cell in commas):
-        raise ValueError(commas[0])
+        cell = commas[0]
+        raise ValueError(
+            f"is {cell} a decimal number or one in thousands? write numbers with a decimal point, "
+            f"{cell.replace(',', '.')} or {cell.replace(',', '')}"
+        )
     return points
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -53,6 +54,8 @@ SPINS = "3000"
 """How often a thread of torch looks for work before it sleeps. libgomp's default of 300,000 occupies a core that
 another process could use: next to a busy process `octfm segment` took 35 s with it instead of 25, alone 14 instead of
 15 (benchmarks/waiting.py)."""
+REPEATED_S = 1.0
+"""A signal that follows another one so soon is most likely the same one, passed on by a shell, make or systemd."""
 RAISE_LIMIT = (
     "raise the limit of processes or files (ulimit -u, ulimit -n, or that of the container), or choose fewer workers, "
     "and run the same command again"
@@ -106,9 +109,7 @@ def main() -> None:
     if first and exit_file:
         Path(exit_file).unlink(missing_ok=True)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if not by_torchrun:  # torchrun sends this signal to the other ranks when one fails; they have nothing to add
-        # Like Ctrl-C, which leaves nothing half-written; a training notes the signal instead, and saves.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _heed_signals(by_torchrun)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names need not be valid text
@@ -131,6 +132,25 @@ def main() -> None:
         except BrokenPipeError:  # Python would try again as it ends, and then change the exit code
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     sys.exit(code)
+
+
+def _heed_signals(by_torchrun: bool) -> None:
+    """Let Ctrl-C, SIGTERM and SIGHUP (the terminal is gone) end a verb alike, with nothing half-written; a training
+    notes the signal instead, and saves. Later signals do not disturb that, unless a person loses patience."""
+    # torchrun sends SIGTERM to the other ranks when one fails; they have nothing to add.
+    heeded = (signal.SIGINT,) if by_torchrun else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    first: list[float] = []
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        if not first:
+            first.append(time.monotonic())
+            raise KeyboardInterrupt
+        if number != signal.SIGHUP and time.monotonic() - first[0] > REPEATED_S:
+            os._exit(130)
+
+    for number in heeded:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+            signal.signal(number, interrupt)
 
 
 def _open_streams() -> None:

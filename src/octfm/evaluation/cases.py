@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from octfm.catalog.columns import nearest
-from octfm.catalog.labels import LabelTable, as_number, bare, one_spelling, stated
+from octfm.catalog.labels import LabelTable, as_number, bare, one_spelling, stated, with_points
 from octfm.catalog.participants.ids import under_one_id
 from octfm.encoder.embeddings import Embeddings
 from octfm.errors import EvaluationError, UnknownColumn
@@ -523,12 +523,17 @@ def _refuse_leakage(
 
 
 def column_values(name: str, data: Embeddings, table: LabelTable | None) -> list[str | None]:
-    """Label of every row: from the label table, else the participant's columns; the scanner is the file header's."""
+    """Label of every row: from the label table, else the participant's columns; the scanner is the file header's.
+    Raises EvaluationError if a comma may separate thousands."""
     if name == "scanner":
         return list(data.scanner)
     if table is not None and name in table.columns:
         return table.join(name, zip(data.acquisition, data.participant, data.laterality, strict=True))
-    return [stated(labels.get(name)) for labels in data.participant_labels]
+    try:
+        return with_points([labels.get(name, "") for labels in data.participant_labels])
+    except ValueError as doubt:
+        table_of = "in the table of participants, and scan again, or in a table for --labels"
+        raise EvaluationError(f"{name} of the participants: {doubt} {table_of}") from None
 
 
 def _unit(coarsest: Unit, data: Embeddings, rows: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, Unit]:

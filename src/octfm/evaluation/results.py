@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from octfm.display import box, brief, data_frame, number
+from octfm.display import box, brief, data_frame, interval, number
 from octfm.errors import EvaluationError
 from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location, from_json, location
@@ -106,7 +106,8 @@ def seen_note(row: dict[str, Any]) -> str:
 def _verdicts(comparisons: Iterable[dict[str, Any]], first: str) -> list[str]:
     """`disease auroc: pretrained is better than random_init`, for the planned comparisons that have an interval."""
     return [
-        f"{c['target']} {c['metric']}: {c['a']} is {c['verdict']} against {c['b']} ({c['difference']:+.3f}"
+        f"{c['target']} {c['metric']}: {c['a']} is {c['verdict']} against {c['b']} "
+        f"({interval({'difference': c['difference']}, digits=3)}"
         f"{', not after Holm' * fails_holm(c)})"
         for c in comparisons
         if c["low"] is not None and c["metric"] in SHOWN and c.get("planned", True) and c["a"] == first

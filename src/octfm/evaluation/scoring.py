@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from octfm.catalog.labels import as_number
+from octfm.display import interval as shown_interval
 from octfm.display import number, p_value
 from octfm.evaluation import metrics as m
 from octfm.evaluation.cases import Cases
@@ -215,11 +216,11 @@ def compare_metrics(a: Sequence[Scored], b: Sequence[Scored], *, leakage: bool) 
 def difference_words(c: dict[str, Any], digits: int = 3) -> str:
     """A comparison with an interval for a terminal: `a is better against b: +0.020 (+0.005 to +0.034, p = 0.010, Holm
     0.020)`, with `not after Holm: 0.070` where the verdict does not survive that correction."""
-    difference, low, high = (f"{c[name]:+z.{digits}f}" for name in ("difference", "low", "high"))
+    difference = shown_interval(c, digits=digits).removesuffix(")")
     holm_words = "not after Holm:" if fails_holm(c) else "Holm"
     adjusted = "" if c["p_holm"] is None else f", {holm_words} {p_value(c['p_holm'])}"
     p = "p < 0.001" if c["p"] < 0.001 else f"p = {c['p']:.3f}"
-    return f"{c['a']} is {c['verdict']} against {c['b']}: {difference} ({low} to {high}, {p}{adjusted})"
+    return f"{c['a']} is {c['verdict']} against {c['b']}: {difference}, {p}{adjusted})"
 
 
 def correct(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:

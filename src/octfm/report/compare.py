@@ -108,7 +108,7 @@ def _overview(sources: Mapping[str, Sources]) -> list[tuple[str, list[str]]]:
 
     def logged(s: Sources) -> str:
         steps = series(s.train, "masked_over_baseline")[0]
-        return f"{steps[-1] + 1:,.0f}" if len(steps) else ABSENT
+        return f"{steps[-1]:,.0f}" if len(steps) else ABSENT
 
     every = list(sources.values())
     advice = [words.checkpoint_advice([*s.online, *s.validation]) for s in every]

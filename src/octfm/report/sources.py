@@ -160,8 +160,9 @@ def lookup(values: Any, *keys: str) -> Any:
 
 
 def series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values) of one metric, finite values only."""
-    points = [(number(row.get("step")), number(row.get(name))) for row in rows]
+    """(steps, values) of one metric, finite values only. Steps count from 1, as in checkpoints and lines of progress;
+    metrics.jsonl has the index of the update, from 0."""
+    points = [(number(row.get("step")) + 1, number(row.get(name))) for row in rows]
     kept = [(step, value) for step, value in points if np.isfinite(step) and np.isfinite(value)]
     return np.array([s for s, _ in kept]), np.array([v for _, v in kept])
 

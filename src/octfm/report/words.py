@@ -413,7 +413,7 @@ def training_line(sources: Sources) -> str:
     else:
         error += "; no validation was logged."
     what = objective(sources).predicted
-    return f"{display.number(int(steps[-1]) + 1, 'step')}. {what[0].upper()}{what[1:]} is predicted with {error}"
+    return f"{display.number(int(steps[-1]), 'step')}. {what[0].upper()}{what[1:]} is predicted with {error}"
 
 
 def health_line(sources: Sources) -> str:

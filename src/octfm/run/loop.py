@@ -251,11 +251,9 @@ class Interruption:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         answered, self.signal_name = self.signal_name is not None, signal.Signals(number).name
-        if not answered and self._first:
+        if not answered:
             again = "" if self._patient or number == signal.SIGHUP else "; a second one stops at once"
-            # Not print, which this handler may have interrupted.
-            with suppress(OSError):
-                os.write(2, f"{self.signal_name} received: saving, then stopping{again}\n".encode())
+            self._announce(f"{self.signal_name} received", again)
         if number == signal.SIGHUP:
             with Path(os.devnull).open("wb") as nowhere:
                 for fd in self._terminals:  # a line for a terminal that is gone would be an error
@@ -263,15 +261,23 @@ class Interruption:
         elif not self._patient:
             self._restore(but=signal.SIGHUP)
 
+    def _announce(self, why: str, again: str = "") -> None:
+        if self._first:
+            # Not print, which a signal's handler may have interrupted.
+            with suppress(OSError):
+                os.write(2, f"{why}: saving, then stopping{again}\n".encode())
+
     def heard(self, echo: Echo) -> Echo:
-        """`echo`, whose lines may be lost once a signal came: Ctrl-C ends the tee of `octfm … | tee` at once."""
+        """`echo`, whose lines are lost once nobody reads them, as in `octfm … | head`. That counts as a signal, unless
+        one came already: Ctrl-C ends the tee of `octfm … | tee` too."""
 
         def say(line: str) -> None:
             try:
                 echo(line)
             except BrokenPipeError:
                 if self.signal_name is None:
-                    raise
+                    self.signal_name = signal.SIGPIPE.name
+                    self._announce("the output is read no further")
 
         return say
 

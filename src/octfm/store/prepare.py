@@ -13,7 +13,14 @@ from typing import Any, get_args
 
 from octfm.catalog.acquisition import FLAGS, PSEUDONYM, Acquisition
 from octfm.catalog.catalog import Catalog
-from octfm.catalog.duplicates import CONTRADICTS, OF_TWO, describe_copy, filed_otherwise, first_filed
+from octfm.catalog.duplicates import (
+    CONTRADICTS,
+    OF_TWO,
+    describe_copy,
+    described_otherwise,
+    filed_otherwise,
+    first_filed,
+)
 from octfm.catalog.participants.ids import may_be_one_person, person_key
 from octfm.catalog.participants.pseudonyms import hidden_uid, is_pseudonymous, key_digest
 from octfm.display import number
@@ -279,8 +286,11 @@ def _unless_copy(
     first = first_filed(known, outcome.pixels, outcome)
     if first is None:
         return outcome
-    differences = filed_otherwise(outcome, first)
-    code, sentence = describe_copy(outcome, first, [*differences.values()])
+    differences = [*filed_otherwise(outcome, first).values()]
+    if outcome.layout == first.layout == "raster":  # of other patterns a row has the millimetres of the raster made
+        millimetres = (row.transform["native_spacing_mm"] for row in (outcome, first))
+        differences += described_otherwise(outcome, first, *millimetres)
+    code, sentence = describe_copy(outcome, first, differences)
     found = [*[OF_TWO] * (code == OF_TWO), *[CONTRADICTS] * bool(differences)]
     doubts.setdefault(first.uri, set()).update(found)
     return _unprepared(task.acquisition, code, sentence)

@@ -86,7 +86,7 @@ class Inspection:
         for verdict in health.verdicts(row, config.model.width):
             session.metrics.write("health", step, **asdict(verdict))
             if verdict.verdict == "bad":
-                session.echo(f"step {step}: {verdict.what}: {verdict.sentence}")
+                session.echo(f"step {step + 1}: {verdict.what}: {verdict.sentence}")
         # The context loss is shown only if training lowers it.
         context = f" and context {row['context_over_baseline']:.3f}" if config.objective.context_loss else ""
         session.echo(
