@@ -115,8 +115,8 @@ def write_files(
 def expect_writable_for(
     volume: Volume, folder: Path, stem: str, *, dicom: bool = False, limits: Limits | None = None
 ) -> None:
-    """Raise, before a scan is segmented, what `write_files` would raise because the folder has results of another one or
-    because the scan is no DICOM file that holds the whole volume."""
+    """Raise, before a scan is segmented, what `write_files` would raise because the folder has results of another scan,
+    or because this one is no DICOM file that holds the whole volume."""
     require_own(folder, stem, volume)
     if dicom:
         within(limits, partial(_expect_dicom, shape=volume.shape), volume.source)
