@@ -409,6 +409,8 @@ def test_a_hub_name_of_a_backbone_ends_in_one_line_without_waiting(encoder, tmp_
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="empty"):
         OctEncoder.from_pretrained("empty")
+    with pytest.raises(ConfigError, match=r"^s3://…: expected the folder of an export, or owner/name"):
+        OctEncoder.from_pretrained("s3://clinic/exported")
     assert sum(slept) == 0
 
 

@@ -433,6 +433,10 @@ def test_an_overlay_of_another_scan_is_refused(tmp_path, exported):
         with pytest.raises(ReadError) as caught:
             read_overlay(file, other)
         assert caught.value.code == "other_volume", caught.value
+    alike = read_volume(write_oct_dicom(tmp_path / "c.dcm", telling_voxels()[:, ::-1], SPACING_MM))
+    for file in files[2:]:
+        with pytest.raises(ReadError, match=r"other than .*c\.dcm, by the fingerprint in a_labels\.json"):
+            read_overlay(file, alike)
     for file in (volume.source, write_vol(tmp_path / "a.vol", telling_voxels())):
         with pytest.raises(ReadError, match="neither labels nor heights of layers"):
             read_overlay(file, volume)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.scan import scan
 from octfm.errors import BucketError, ConfigError, ReadError, StoreError
-from octfm.formats import read_volume
+from octfm.formats import read_surfaces, read_volume
 from octfm.formats.declared import read_declared
 from octfm.io import bucket, bucket_cache, ranged
 from octfm.io.archive import recall, split_uri
@@ -205,9 +205,20 @@ def test_an_address_in_a_bucket_is_never_taken_for_a_file():
 
 
 def test_credentials_in_an_address_are_refused_and_not_repeated():
-    with pytest.raises(ConfigError, match="holds credentials") as told:
-        location(f"s3://key:{SECRET}@clinic/x")
-    assert SECRET not in str(told.value)
+    for take in (location, read_volume, read_surfaces, bucket.find):
+        with pytest.raises(ConfigError, match="holds credentials") as told:
+            take(f"s3://key:{SECRET}@clinic/x")
+        assert SECRET not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "address", [f"https://me:{SECRET}@host/x", f"s3:/key:{SECRET}@clinic/x", f"https://me:{SECRET}@host/x.zip!/a.dcm"]
+)
+def test_credentials_in_a_path_that_is_no_bucket_are_not_repeated_by_readers(address):
+    for read in (read_volume, read_surfaces):
+        with pytest.raises(ReadError, match="cannot be read: No such file") as told:
+            read(address)
+        assert SECRET not in str(told.value)
 
 
 @buckets

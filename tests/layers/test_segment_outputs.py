@@ -439,6 +439,18 @@ def test_a_segmentation_in_python_saves_what_the_command_writes(tmp_path):
     assert not (tmp_path / "refused").exists(), "a refusal left NIfTI files, and would leave an empty folder"
 
 
+def test_results_that_cannot_be_written_are_refused_before_a_scan_is_segmented(tmp_path, monkeypatch):
+    scan = tmp_path / "eye.npz"
+    np.savez(scan, volume=telling_voxels(), spacing_mm=SPACING_MM)
+    monkeypatch.setattr("octfm.cli.segment_scans.segment_scan", lambda *_, **__: pytest.fail("it was segmented"))
+    done = invoke("segment", scan, "--out", tmp_path / "found", "--dicom")
+    assert "eye.npz: no DICOM file on this disk" in str(done.exception)
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found" / "eye_labels.json").write_text('{"scan": "of another"}', encoding="utf-8")
+    done = invoke("segment", scan, "--out", tmp_path / "found")
+    assert "results of a scan other than" in str(done.exception)
+
+
 def test_a_call_that_is_stopped_leaves_no_image_that_another_scan_could_take_for_its_own(tmp_path, monkeypatch):
     found = octfm.segment(octfm.Volume(telling_voxels(), SPACING_MM, source="first/eye.npz"))
 

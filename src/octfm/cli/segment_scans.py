@@ -24,7 +24,7 @@ from octfm.io.progress import Progress
 from octfm.layers.axial_lengths import AxialLengths, read_axial_lengths
 from octfm.layers.calibrate import calibrate_rows, expect_enough
 from octfm.layers.corrections import Corrections, find_corrections
-from octfm.layers.export import stem_of, write_files
+from octfm.layers.export import expect_writable_for, stem_of, write_files
 from octfm.layers.rows import describe, read_table, save_table
 from octfm.layers.sample import Sample, samples
 from octfm.layers.segment import ScanSegmentation
@@ -218,7 +218,10 @@ class Scans:
                     own = by_hand.get(fingerprint(volume.voxels)) if by_hand else None
                     if own is None and len(by_hand) == len(sources) == 1:
                         next(iter(by_hand.values())).require(volume, "")  # says which scan it is of, before segmenting
-                    found, name = (trained or find)(volume), name_of(source)
+                    name = name_of(source)
+                    if self.out is not None:
+                        expect_writable_for(volume, self.out, stems[name], dicom=self.dicom, limits=self.limits)
+                    found = (trained or find)(volume)
                     if not isinstance(found, ScanSegmentation):
                         echo_line(name)
                     else:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octfm.addresses import in_home, path_text
+from octfm.addresses import expect_local, path_text
 from octfm.encoder.encoder import Encoder
 from octfm.encoder.export import write_files
 from octfm.encoder.sources import HUB, from_hub
@@ -101,12 +101,13 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         """The backbone of an export: a folder, or `owner/name` on the Hugging Face hub or in its cache, in eval mode.
 
         Options are huggingface_hub's, and `map_location`, the device (cpu). Raises CheckpointError if neither a folder
-        nor the hub has an export of this name.
+        nor the hub has an export of this name, ConfigError for an address.
         """
-        folder = Path(in_home(path_text(pretrained_model_name_or_path)))
+        given = path_text(pretrained_model_name_or_path)
+        name = given.removeprefix(HUB)
+        folder = Path(expect_local(name, "expected the folder of an export, or owner/name on the Hugging Face hub"))
         # Downloaded here, because without a connection the mixin would retry for half a minute.
-        if not folder.is_dir():
-            name = str(pretrained_model_name_or_path).removeprefix(HUB)
+        if given.startswith(HUB) or not folder.is_dir():
             folder = from_hub(
                 f"{name}@{revision}" if revision else name, local_files_only,
                 force_download=force_download, token=token, cache_dir=cache_dir,

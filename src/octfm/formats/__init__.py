@@ -143,10 +143,13 @@ def read_overlay(uri: str | Path, of: Volume, limits: "Limits | None" = None) ->
     become rows by the volume's millimetres.
 
     of: the volume as `read_volume` reads it from its file. `limits`: see `read_volume`.
-    Raises ReadError; other_volume if the file refers to another volume or differs in size, not_labels if it is neither.
+    Raises ReadError; other_volume if the file refers to another volume, was written for
+    other voxels by its sidecar, or differs in size; not_labels if it is neither.
     """
+    from octfm.formats.overlay import expect_scan_of
     from octfm.formats.overlay import read_overlay as read
 
+    expect_scan_of(uri, of)
     found = functools.partial(read, of=of.source, shape=of.shape, spacing_mm=of.spacing_mm)
     return within(limits, found, uri, size=math.prod(of.shape))
 

@@ -11,7 +11,9 @@ from octfm.errors import ReadError
 from octfm.formats import bscans, detect
 from octfm.formats.arrays import in_order, metaimage, nifti
 from octfm.formats.declared import read_declared
-from octfm.volume.volume import Labels, Shape3, Spacing3, Surfaces
+from octfm.io.location import from_json
+from octfm.volume.pixel_copies import fingerprint
+from octfm.volume.volume import Labels, Shape3, Spacing3, Surfaces, Volume
 
 
 def read_overlay(uri: str | Path, of: str | Path, shape: Shape3, spacing_mm: Spacing3) -> Surfaces | Labels:
@@ -26,6 +28,23 @@ def read_overlay(uri: str | Path, of: str | Path, shape: Shape3, spacing_mm: Spa
         if reader is metaimage:
             return _as_in_volume(_labels(metaimage.read_mask(uri), {}, uri, shape), of)
     raise _neither(uri)
+
+
+def expect_scan_of(uri: str | Path, of: Volume) -> None:
+    """Raise ReadError if the sidecar of NIfTI files that octfm segment wrote has the fingerprint of other voxels."""
+    sidecar = Path(re.sub(r"_(labels|heights_um|heights_rows)\.nii\.gz$", "_labels.json", str(uri)))
+    if sidecar.suffix != ".json" or not sidecar.is_file():
+        return
+    try:
+        scan = from_json(sidecar.read_bytes())["scan"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return  # written by another program
+    if scan != fingerprint(of.voxels):
+        raise ReadError(
+            "other_volume",
+            f"{uri}: results of a scan other than {of.source}, by the fingerprint in {sidecar.name}; give those of "
+            "this scan",
+        )
 
 
 def _of_dicom(uri: str, of: str) -> Surfaces | Labels:

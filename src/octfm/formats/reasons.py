@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from octfm.addresses import mask
 from octfm.errors import ReadError
 from octfm.volume.volume import Laterality, Layout, Lines, Modality, Shape3, Spacing3, Volume
 
@@ -203,9 +204,8 @@ REASONS: dict[str, Reason] = {
 
 
 def cannot_open(uri: str, error: OSError) -> ReadError:
-    return ReadError(
-        "unreadable", f"{uri}: cannot be read: {error.strerror or type(error).__name__}; check path and permissions"
-    )
+    why = error.strerror or type(error).__name__
+    return ReadError("unreadable", f"{mask(uri)}: cannot be read: {why}; check path and permissions")
 
 
 PADDING = 4096

@@ -21,6 +21,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
+from octfm.addresses import mask
 from octfm.errors import ReadError, reason_of
 from octfm.io.location import BucketPath, Location, is_remote, listed
 from octfm.io.ranged import Positioned, directly_below, is_prefix, known, open_binary, remember
@@ -187,7 +188,7 @@ def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]
             content = io.BytesIO(_content(file, start, member, uri))
     except OSError as error:
         raise ReadError(
-            "unreadable", f"{uri}: cannot be read: {error.strerror or error}; check path and permissions"
+            "unreadable", f"{mask(uri)}: cannot be read: {error.strerror or error}; check path and permissions"
         ) from error
     yield content
 

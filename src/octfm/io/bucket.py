@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from octfm.addresses import mask
+from octfm.addresses import is_bucket, mask, refuse_credentials
 from octfm.errors import BucketError, reason_of
 
 T = TypeVar("T")
@@ -270,7 +270,11 @@ def _expect_arrived(uri: str, size: int, md5: str) -> None:
 
 
 def _patiently(verb: str, uri: str, request: Callable[[], T]) -> T:
-    """Run `request`, retrying transient failures. Raises FileNotFoundError, FileExistsError or BucketError."""
+    """Run `request`, retrying transient failures. Raises FileNotFoundError, FileExistsError or BucketError; ConfigError
+    for credentials before the name of the bucket."""
+    if not is_bucket(uri.partition("://")[2].split("/")[0]):
+        refuse_credentials(uri)
+    uri = mask(uri)
     if not re.match(r"[a-z0-9]+://[^/]", uri):
         raise BucketError(
             f"{uri}: expected the name of a bucket after the scheme, as in {uri.partition(':')[0]}://bucket/…"

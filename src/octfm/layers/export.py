@@ -20,7 +20,7 @@ from octfm.io.location import from_json, is_remote, local_path, replacing, write
 from octfm.version import __version__
 from octfm.volume.pixel_copies import fingerprint
 from octfm.volume.segmentation import Segmentation
-from octfm.volume.volume import Volume
+from octfm.volume.volume import Shape3, Volume
 
 
 def label_map(found: Segmentation, image_rows: int | None = None) -> tuple[np.ndarray, dict[int, str]]:
@@ -112,6 +112,16 @@ def write_files(
     yield from refer_to_scan
 
 
+def expect_writable_for(
+    volume: Volume, folder: Path, stem: str, *, dicom: bool = False, limits: Limits | None = None
+) -> None:
+    """Raise, before a scan is segmented, what `write_files` would raise because the folder has results of another scan,
+    or because this one is no DICOM file that holds the whole volume."""
+    require_own(folder, stem, volume)
+    if dicom:
+        within(limits, partial(_expect_dicom, shape=volume.shape), volume.source)
+
+
 def require_own(folder: Path, stem: str, volume: Volume) -> None:
     """Raise ExportError if the folder has results of this stem that are not known to be of this scan."""
     sidecar = folder / f"{stem}_labels.json"
@@ -193,7 +203,6 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     try:
         import highdicom
         from pydicom import dcmread
-        from pydicom.errors import InvalidDicomError
     except ImportError:
         raise EvaluationError("DICOM export needs highdicom: pip install 'octfm[export]'") from None
     from octfm.formats.declared import declared_for_dicom
@@ -201,17 +210,9 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
 
     source, folder = Path(source), local_path(folder)
     stem = stem or source.stem
-    try:
-        image = dcmread(source)
-    except (InvalidDicomError, OSError):
-        raise ExportError(f"{source}: no DICOM file on this disk, so no DICOM SEG can refer to it; use NIfTI") from None
     labels, meaning = label_map(found)
-    frames, rows, columns = int(image.get("NumberOfFrames", 1)), int(image.Rows), int(image.Columns)
-    if (frames, columns) != labels.shape[::2]:
-        raise ExportError(
-            f"{source}: has {frames} frames of {columns} columns, the segmentation {labels.shape[0]} of "
-            f"{labels.shape[2]}; a DICOM SEG refers to one file that holds the whole volume; use NIfTI"
-        )
+    frames, rows, columns = _expect_dicom(source, labels.shape)
+    image = dcmread(source)
     # A volume has its B-scans ordered by position and the vitreous at the top. In a file they may be ordered by time,
     # and the vitreous may be at the bottom.
     order = list(read_geometry_of(source)[1] or range(frames))
@@ -250,6 +251,24 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     stored = np.empty_like(heights)
     stored[:, order] = rows - 1 - heights if flipped else heights
     return [target, _height_map(highdicom, image, seg, found, stored, folder / f"{stem}_heights.dcm")]
+
+
+def _expect_dicom(source: str | Path, shape: Shape3) -> Shape3:
+    """Frames, rows and columns of a DICOM file that holds a volume of `shape`. Raises ExportError for another file."""
+    from pydicom import dcmread
+    from pydicom.errors import InvalidDicomError
+
+    try:
+        image = dcmread(source, stop_before_pixels=True)
+    except (InvalidDicomError, OSError):
+        raise ExportError(f"{source}: no DICOM file on this disk, so no DICOM SEG can refer to it; use NIfTI") from None
+    frames, rows, columns = int(image.get("NumberOfFrames", 1)), int(image.Rows), int(image.Columns)
+    if (frames, columns) != (shape[0], shape[2]):
+        raise ExportError(
+            f"{source}: has {frames} frames of {columns} columns, the segmentation {shape[0]} of {shape[2]}; a DICOM "
+            "SEG refers to one file that holds the whole volume; use NIfTI"
+        )
+    return frames, rows, columns
 
 
 def _algorithm_type(found: Segmentation, *names: str) -> str:

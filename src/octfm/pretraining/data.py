@@ -41,7 +41,7 @@ def given_store(config: PretrainConfig, store: Store | None = None) -> Store:
             "data.phantoms.seed=1"
         )
     if isinstance(store, str | Path):
-        raise TypeError(f"store: expected a Store, got a path; give octfm.Store.open({str(store)!r})")
+        raise TypeError("store: expected a Store, got a path; give octfm.Store.open(path)")
     if store is not None and not hasattr(store, "rows"):
         kind = type(store).__name__
         raise TypeError(f"store: expected a Store, got {kind}; octfm.prepare(catalog, folder, preprocessing) makes one")
