@@ -16,8 +16,9 @@ GPU_OUT ?= gpu-results
 
 .PHONY: weights encoder demo test test-all test-xla gpu lint docs wheel clean
 
+# Bytecode is kept, as for the tests: the clinic starts some sixteen processes.
 demo: $(DEMO)
-	$(BIN)/octfm demo --out demo
+	PYTHONDONTWRITEBYTECODE= $(BIN)/octfm demo --out demo
 
 test: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks docs

@@ -82,12 +82,14 @@ def fit_predict(
     fold = participant_folds(participant, y, INNER_FOLDS, seed, stratify=num_classes > 0)
     # With fewer participants than folds, some folds are empty.
     held_out = [h for h in (fold == k for k in range(INNER_FOLDS)) if h.any() and not h.all()]
+    inner = [standardised(x[~h], x[h]) for h in held_out]
 
     def losses_of(scale: np.ndarray, kept: slice, settings: Sequence[float]) -> list[float]:
-        """Loss over the inner folds for each setting, with the channels `kept`, standardised, then multiplied by
-        `scale`."""
-        inner = [(standardised(x[~h, kept], x[h, kept]), h) for h in held_out]
-        paths = [search(a * scale[kept], b * scale[kept], y[~h], num_classes, settings) for (a, b), h in inner]
+        """Loss over the inner folds for each setting, with the channels `kept` of `inner` multiplied by `scale`."""
+        paths = [
+            search(a[:, kept] * scale[kept], b[:, kept] * scale[kept], y[~h], num_classes, settings)
+            for (a, b), h in zip(inner, held_out, strict=True)
+        ]
         # Paths yield predictions setting by setting, so that the search can stop early.
         losses: list[float] = []
         for predicted in zip(*paths, strict=True):

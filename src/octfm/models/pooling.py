@@ -6,6 +6,7 @@ Shape suffixes: B batch, M tokens, D width.
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +47,7 @@ def extremes(tokens_BMD: Tensor, counts_BM: Tensor, shares: Sequence[float] = (E
     number = counts.sum(1, keepdim=True)
     place = torch.arange(tokens_BMD.shape[1], device=tokens_BMD.device).view(1, -1, 1)
     # Tokens that do not count sort to the far end. Once for both ends: sorting takes longest.
-    ordered = tokens_BMD.masked_fill(~counts, float("inf")).sort(1).values
+    ordered = _ordered(tokens_BMD.masked_fill(~counts, float("inf")))
     ends = []
     for share in shares:
         taken = (number.to(tokens_BMD.dtype) * share).ceil().long()
@@ -54,3 +55,12 @@ def extremes(tokens_BMD: Tensor, counts_BM: Tensor, shares: Sequence[float] = (E
             # Not a product with `taking`: infinity times zero is NaN.
             ends.append(torch.where(taking, ordered, 0.0).sum(1) / taken.squeeze(1))
     return torch.cat(ends, 1)
+
+
+def _ordered(tokens_BMD: Tensor) -> Tensor:
+    """Every channel's values in ascending order, [B, M, D]."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if traced or tokens_BMD.requires_grad or not (tokens_BMD.is_cpu and tokens_BMD.dtype is torch.float32):
+        return tokens_BMD.sort(1).values
+    # The same values in a tenth of the time: torch sorts their places as well.
+    return torch.from_numpy(np.sort(tokens_BMD.numpy(), axis=1))

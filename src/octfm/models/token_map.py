@@ -71,7 +71,8 @@ def token_map(band: np.ndarray, valid: np.ndarray, image_size: Shape3, patch_siz
                 continue
             # Edges between tokens, clipped to the rows of each A-scan; differences of successive edges give the rows of
             # each token.
-            np.clip(edges, start[place], stop[place], out=around)
+            # np.clip with two arrays takes twice as long.
+            np.minimum(np.maximum(edges, start[place], out=around), stop[place], out=around)
             # In float64 these sums of float32 are exact, so that a share of exactly TISSUE_SHARE is not rounded below.
             slabs = around.reshape(h + 1, d, pd, w * pw).sum(2, dtype=np.float64)
             above[place] = slabs.reshape(h + 1, d, w, pw).sum(-1).swapaxes(0, 1)

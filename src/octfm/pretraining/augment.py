@@ -246,11 +246,13 @@ def _sampled(volumes: Tensor, theta_B23: Tensor, mode: str) -> Tensor:
 
 def shift_rows(voxels: Tensor, shift_B: Tensor) -> Tensor:
     """Voxels [B, 1, D, H, W] moved along H; rows that come from outside are 0."""
-    height = voxels.shape[3]
+    batch, _, depth, height, width = voxels.shape
     source_BH = torch.arange(height, device=voxels.device) - shift_B.unsqueeze(1)
-    outside = ((source_BH < 0) | (source_BH >= height))[:, None, None, :, None]
-    index = source_BH.clamp(0, height - 1)[:, None, None, :, None].expand_as(voxels)
-    return voxels.gather(3, index).masked_fill(outside, 0)
+    inside = ((source_BH >= 0) & (source_BH < height))[:, None, None, :, None]
+    # Whole rows, by their numbers among those of all B-scans: an index for each voxel takes twenty times as long.
+    bscan = torch.arange(batch * depth, device=voxels.device).view(batch, depth, 1)
+    rows_BDH = height * bscan + source_BH.clamp(0, height - 1).unsqueeze(1)
+    return voxels.reshape(-1, width).index_select(0, rows_BDH.flatten()).view_as(voxels).mul_(inside)
 
 
 def recoloured(patches_BMP: Tensor, index_BM: Tensor, moves: Moves, mean: float, std: float) -> Tensor:

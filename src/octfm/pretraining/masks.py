@@ -175,7 +175,9 @@ def sample_masks(config: MaskConfig, tokens: np.ndarray, rngs: Sequence[np.rando
 
 def _different(ordered: np.ndarray) -> np.ndarray:
     """The different values of sorted token indices [K]; np.unique would sort them again."""
-    return ordered[np.diff(ordered, prepend=-1) != 0]
+    first = np.ones(len(ordered), bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered[first]
 
 
 def _split(
@@ -221,10 +223,12 @@ def _cover(
     tissue = kept[aimed.ravel()[kept]]
     centres = tissue if tissue.size else kept
     inside = covered.ravel()[kept]
-    while (reached := inside.sum()) < wanted:
-        covered[_block(config, volume.shape, int(rng.choice(centres)), rng)] = True
+    while (reached := np.count_nonzero(inside)) < wanted:
+        # As rng.choice draws, in a quarter of its time.
+        centre = int(centres[rng.integers(len(centres))])
+        covered[_block(config, volume.shape, centre, rng)] = True
         inside = covered.ravel()[kept]
-        if inside.sum() == reached:
+        if np.count_nonzero(inside) == reached:
             # Blocks around tissue may never reach the background that is kept; go where nothing is covered yet.
             centres = kept[~inside]
     return inside

@@ -75,7 +75,7 @@ def at_rows(array_DWH: np.ndarray, rows_DW: np.ndarray) -> np.ndarray:
     """Values [D, W] at the row nearest to a surface, clipped to the frame."""
     depth, width, height = array_DWH.shape
     index = np.rint(rows_DW).astype(np.intp)
-    bscan, column = np.ogrid[:depth, :width]
+    bscan, column = np.arange(depth)[:, None], np.arange(width)  # np.ogrid takes as long as the rest
     return array_DWH[bscan, column, np.minimum(np.maximum(index, 0), height - 1)]
 
 

@@ -10,6 +10,7 @@ and 1-011 are. So are Müller and Muller, as Hà and Hạ are.
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from octfm.catalog.columns import clean_id
 from octfm.catalog.participants.path_words import plain
@@ -20,6 +21,7 @@ _PATIENT = re.compile(r"^(?:patient|participant|subject|pat|sub|p)(?=\d)")
 _LEADING_ZEROS = re.compile(r"(?<!\d)0+(?=\d)")
 
 
+@lru_cache(maxsize=2**16)  # folds, splits and joins ask again and again for the same ids
 def person_key(participant: str) -> str:
     """The same text for every spelling of an id, and another for every other id."""
     own = clean_id(participant)
