@@ -87,6 +87,7 @@ def test_archives_unpacked_or_not_and_the_plain_tree_give_one_catalog(cohorts, t
     assert scan(zipped, workers=2) == in_place and Catalog.load(in_place.save(tmp_path / "out")) == in_place
 
 
+@pytest.mark.slow
 def test_a_store_prepared_from_archives_equals_one_from_the_tree(cohorts, tmp_path):
     small = Preprocessing(image_size=(8, 64, 48), target_spacing=(0.9, 0.03, 0.15))
     stores = []

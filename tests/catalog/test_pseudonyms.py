@@ -188,6 +188,7 @@ def test_files_are_found_again_by_key_and_root_only_even_after_a_move(clinic, ca
             locate(hidden, root, key)
 
 
+@pytest.mark.slow
 def test_single_bscans_of_one_folder_are_found_again(tmp_path, monkeypatch):
     images = [write_image(tmp_path / "set" / f"P{n // 2}" / f"{n % 2}.png", layered(n)) for n in range(4)]
     plain = scan(tmp_path / "set", layouts=("line",), participant_from="{participant}/*")
@@ -212,6 +213,7 @@ def test_single_bscans_of_one_folder_are_found_again(tmp_path, monkeypatch):
     assert len(rest) == 3 and lost.code == "unreadable"
 
 
+@pytest.mark.slow
 def test_the_store_is_the_same_but_for_the_names(catalog, clinic, tmp_path):
     hidden = pseudonymise(catalog, KEY)
     few = replace(hidden, acquisitions=hidden.acquisitions[:4])

@@ -356,6 +356,7 @@ def test_a_screenshot_of_two_pictures_is_never_read_as_one_bscan(shown, tmp_path
     assert read_volume(file, raster_only=False).shape[0] == 1
 
 
+@pytest.mark.slow
 def test_no_bscan_is_taken_for_two_pictures():
     """Whatever it shows, centred on the disc and wide ones among them, also with a reflection over its whole height."""
     images = [Stream(31, row_um=None, ascan_um=(8, 40))(place).voxels[0] for place in range(40)]

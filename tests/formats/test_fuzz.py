@@ -140,6 +140,7 @@ def test_ten_thousand_damaged_files_each_end_as_a_volume_or_a_code(tmp_path, who
     print(f"\n10,000 damaged files of {len(whole)} kinds:", dict(ends.most_common()))
 
 
+@pytest.mark.slow
 def test_a_clinic_of_damaged_files_is_scanned_and_prepared(tmp_path, whole):
     """The whole way, in one run: every file is a row, a reject or a skip; every row is a volume or quarantined."""
     alone = []

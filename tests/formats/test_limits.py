@@ -151,6 +151,7 @@ def test_view_and_segment_read_in_a_child(planted, elsewhere, monkeypatch):
     assert not list(elsewhere.glob("*.html"))
 
 
+@pytest.mark.slow
 def test_a_scan_and_its_pseudonyms_go_on_past_all_bombs(planted, bytes_before):
     catalog = scan(planted, limits=TIGHT, workers=1)
     assert [Path(a.uri).name for a in catalog.acquisitions] == ["good.dcm"]

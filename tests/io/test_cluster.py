@@ -20,6 +20,7 @@ def cluster():
         yield running
 
 
+@pytest.mark.slow
 def test_a_dask_cluster_prepares_the_store_that_one_process_prepares(cluster, tmp_path):
     files = [
         acquisition(n, {3: "truncated", 5: "crashes", 7: "slow", 8: "swallows"}.get(n, "reads")) for n in range(14)

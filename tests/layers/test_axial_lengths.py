@@ -58,7 +58,7 @@ def test_a_length_is_a_persons_under_every_spelling_of_the_id_and_nobody_elses(t
     assert lengths.of(replace(volume, participant="1002")) is None and lengths.names_none({"a.e2e": "1-1-1"})
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_table_of_axial_lengths_rescales_each_eye_by_its_own(eyes, tmp_path, small_finder, workers):
     out = tmp_path / "table.csv"
     given = biometry(tmp_path, "participant_id;eye;axial_length_mm\n1001;right;27,5\n1001;OS;22\n1001.0;OD;27.5\n")

@@ -159,6 +159,7 @@ def scan():
     return spaced(volume, 3)
 
 
+@pytest.mark.slow
 def test_layers_are_measured_once_and_go_on_after_a_kill(scan, tmp_path):
     finder, file, said = load_finder(), tmp_path / "layers.jsonl", []
     for name, voxels in (("1", scan.voxels), ("2", scan.voxels[:, :, ::-1])):

@@ -258,6 +258,7 @@ def run(tmp_path_factory) -> Path:
     return quick_pretrain(config(steps=2), store, folder / "run", echo=quiet)
 
 
+@pytest.mark.slow
 def test_an_export_prepares_with_the_network_that_it_names(run, clinic, tmp_path):
     folder = export(run, tmp_path / "export", echo=quiet)
     assert json.loads((folder / "config.json").read_text())["preprocessing"]["band_network"] == BAND.network

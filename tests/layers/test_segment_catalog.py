@@ -55,7 +55,7 @@ def stated(out):
     return [tuple(row[name] for name in COLUMNS[:2]) for row in read_table(out)]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_rows_have_what_the_catalog_knows_and_files_do_not(clinic, workers, request):
     out = clinic / "table.csv"
     if not workers:  # child processes have the packaged network

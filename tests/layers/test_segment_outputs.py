@@ -416,6 +416,7 @@ def test_a_table_of_an_export_has_the_devices_zones(tmp_path, monkeypatch):
     assert "cannot be read: damaged_file" in device_grid_of(uri)
 
 
+@pytest.mark.slow
 def test_a_segmentation_in_python_saves_what_the_command_writes(tmp_path):
     pytest.importorskip("highdicom")
     scan = write_oct_dicom(

@@ -343,6 +343,7 @@ def test_a_run_keeps_the_rule_of_decay_that_it_began_with(store, tmp_path, began
     assert resumed.content(record, store.fingerprint, {})["tables_decay"] is began_before
 
 
+@pytest.mark.slow
 def test_a_step_is_one_program_without_host_reads(store):
     """fullgraph: whatever depends on data or reads the device ends in an error."""
     learner, batch = first_step(store, config(**RUN))

@@ -1,5 +1,6 @@
 """A step is lean: few operators, and angles computed once."""
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,6 +53,7 @@ def count_step() -> dict[str, int]:
     return counter.counts
 
 
+@pytest.mark.slow
 def test_a_step_of_depth_12_takes_at_most_2000_operators():
     counts = count_step()
     assert sum(counts.values()) <= 2000, counts

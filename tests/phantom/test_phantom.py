@@ -167,6 +167,7 @@ def test_fellow_eyes_resemble_each_other_and_age_thins_ganglion_cells():
     assert gcl[0] > gcl[1] > gcl[2]
 
 
+@pytest.mark.slow
 def test_severity_grows_lesions_and_early_disease_has_normal_thickness():
     healthy = np.array([central_subfield_um(an_eye(seed)) for seed in range(40)])
 

@@ -155,6 +155,7 @@ def test_header_is_the_same_whatever_the_diagnosis(scanner):
     assert not any(name in str(headers[0]).lower() for name in DIAGNOSES if name != "healthy")
 
 
+@pytest.mark.slow
 def test_header_fields_alone_predict_nothing():
     """Scanner, geometry, date, number of scans and the participant's number, of two cohorts of 3,000: standard error
     0.008."""
@@ -227,6 +228,7 @@ def truth_features(eye: Eye) -> np.ndarray:
     return np.concatenate([np.concatenate(thickness), np.log1p(1000 * np.array(extent))])
 
 
+@pytest.mark.slow
 def test_supervised_ceiling_is_at_least_95():
     """From true thickness and lesion maps: any disease, and each of the six. Eyes are scored, participants are
     folds."""

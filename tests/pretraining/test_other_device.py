@@ -44,6 +44,7 @@ def assert_never_waits(waits: list[list[str]]) -> None:
     assert all(not step for step in (waits[1], waits[2], waits[4])), waits
 
 
+@pytest.mark.slow
 def test_pretraining_on_another_device_mixes_none_and_never_waits(tmp_path):
     found = traced(tmp_path, "other:fp32:vjepa2")["other:fp32:vjepa2"]
     assert_agrees(found, metrics_of(tmp_path / "made" / "run"), "fp32")

@@ -108,6 +108,7 @@ def test_F7_memory_estimate_of_a_share_is_within_20_percent_of_a_real_rank(store
     assert whole > 1.3 * measured, "an estimate that knows no shares would be told apart"
 
 
+@pytest.mark.slow
 def test_F7_the_doctor_tells_what_a_rank_would_need(store, monkeypatch):
     """Before a job of many ranks is queued, on one of its machines."""
     monkeypatch.setattr(objective, "overfit", lambda *_: passed("objective learns", "not asked here"))

@@ -53,7 +53,9 @@ def test_a_run_shortened_after_its_end_says_how_many_updates_it_made(store, tmp_
     assert said[-1].startswith("pretraining done: 3 updates, ") and said[-1].endswith("step-00000003.pt")
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 7])
+@pytest.mark.parametrize(
+    "stop_at", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)]
+)
 def test_resumed_run_equals_uninterrupted_run(store, whole, tmp_path, monkeypatch, stop_at):
     """Weights, optimizer, teacher and every metric, bit for bit; the checks before step 0, which one of the resumed runs
     makes and the whole one does not, leave no trace."""

@@ -233,6 +233,7 @@ def test_an_order_that_repeats_volumes_is_named_before_step_0(store, monkeypatch
     assert data.order(config(), store, chosen).status == "FAIL"
 
 
+@pytest.mark.slow
 def test_one_rank_with_another_order_is_named(ranks, store, tmp_path):
     """Before step 0 where it begins so, else in the first step where it differs."""
     halves = {"global_batch_size": 4, "per_device_batch_size": 2}

@@ -312,6 +312,7 @@ def test_a_run_without_a_store_resumes_bit_for_bit(tmp_path, monkeypatch):
     assert final(whole)["participants"]["hashes"] == [], "nobody is a phantom"
 
 
+@pytest.mark.slow
 def test_phantoms_that_choose_a_checkpoint_are_nobody_either(tmp_path):
     """Hashes of nobody would be published with an export, and count as participants of the packaged encoder."""
     probed = dense(steps=1, probe={"target": "condition"}).model_copy(update={"validation_volumes": 32})
@@ -324,6 +325,7 @@ def test_its_encoder_embeds_a_store_of_the_same_preprocessing(tmp_path, store):
     assert vectors.shape == (len(store), 48) and np.isfinite(vectors).all()
 
 
+@pytest.mark.slow
 def test_preflight_has_an_answer_to_every_question(tmp_path):
     settings_ = dense(steps=20)
     streamed = given_store(settings_)

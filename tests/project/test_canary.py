@@ -98,6 +98,7 @@ def plain(clinic, tmp_path_factory) -> Path:
         return run_all(clinic, tmp_path_factory.mktemp("written") / f"{MARK} 1957-12-03", None)[0]
 
 
+@pytest.mark.slow
 def test_no_file_written_under_a_pseudonym_holds_a_secret(pseudonymous):
     out, said = pseudonymous
     run, store, catalog = out / "run", out / "prepared", out / "catalog"

@@ -82,6 +82,7 @@ def test_another_machine_goes_on_with_a_run_in_a_bucket(place, store, on_disk, t
     assert all(torch.equal(a, b) for a, b in zip(here.network.parameters(), there.network.parameters(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_another_machine_keeps_the_last_healthy_checkpoint_and_goes_back_to_it(place, store, tmp_path, monkeypatch):
     """It fetches the two newest; trouble since an older one must not lose that one."""
@@ -97,6 +98,7 @@ def test_another_machine_keeps_the_last_healthy_checkpoint_and_goes_back_to_it(p
     assert (mirror_of(place / "run") / "checkpoints" / "step-00000002.pt").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_run_whose_local_checkpoints_were_cleared_goes_on_from_those_in_the_bucket(place, store, kept):
@@ -153,6 +155,7 @@ def test_copies_of_a_growing_run_that_nobody_reads_any_more_leave_the_disk(place
     assert local_run(place / "run") == second and not first.parent.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_a_rollback_that_a_kill_kept_from_the_bucket_is_sent_by_the_next_start(place, store, tmp_path, monkeypatch):
     """Another machine went on with what training had gone back from."""

@@ -155,6 +155,7 @@ def test_F10_slurm_tasks_that_do_not_know_their_rank_are_refused(monkeypatch):
         join(RuntimeConfig(), "fp32", "cpu")
 
 
+@pytest.mark.slow
 def test_ranks_train_on_scans_and_phantoms_what_one_process_trains(ranks, store, tmp_path):
     """Also the queries that only phantoms teach, where a rank may have none; a validation segments B-scans on rank 0."""
     settings = SMALL | {
@@ -254,6 +255,7 @@ def test_all_ranks_killed_resume_bit_for_bit(ranks, store, whole, tmp_path, para
     assert timeless(tmp_path / "run") == timeless(whole(2, parallel))
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_goes_on_with_the_same_data(ranks, store, tmp_path):
     """Two ranks, then one, then four with shards, then two: every volume once, and the curve of one process."""
     out = tmp_path / "run"
@@ -267,6 +269,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_data(ranks, store, tmp_pa
     assert sorted(trained) == list(range(32)), "nothing is repeated, nothing skipped"
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint_is_one_like_the_others(ranks, store, whole, tmp_path):
     """Verified, read by one process, embedded from, and left alone by code in its index."""
     out = shutil.copytree(whole(2, "fsdp"), tmp_path / "run")
@@ -458,6 +461,7 @@ def test_the_online_probe_is_shared_and_judged_once(ranks, store, tmp_path):
         np.testing.assert_allclose(scores[0], other, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_no_thread_of_the_ranks_outlives_their_group():
     """One that is still there when Python ends may abort a rank that has saved everything."""
     lines = """

@@ -299,6 +299,7 @@ def test_a_new_folder_takes_over_what_has_not_changed(tmp_path, compression):
     assert Store.open(tmp_path / "new").verify() == 5
 
 
+@pytest.mark.slow
 def test_a_part_of_a_store_is_taken_over_under_its_own_numbers(tmp_path):
     whole = [acquisition(n) for n in range(4)]
     old = run(whole, tmp_path / "old")

@@ -493,6 +493,7 @@ def board(large, run, labels, tmp_path_factory):
     return result, tuned, table, folder
 
 
+@pytest.mark.slow
 def test_the_leaderboard_judges_all_entries_on_the_same_participants(board):
     result, tuned, _, _ = board
     entries = {r["encoder"]: r for r in result["results"] if r["metric"] == "auroc"}

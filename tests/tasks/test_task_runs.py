@@ -111,6 +111,7 @@ def stop_at(step: int, clinic: Clinic, verb: str, out: Path) -> None:
         clinic.do(verb, out)
 
 
+@pytest.mark.slow
 def test_a_signal_while_token_features_are_computed_stops_at_once(clinic, tmp_path, monkeypatch, capfd):
     """Else the first Ctrl-C seems to do nothing until all volumes are encoded."""
     drawn, draw = [], tokens.draw_tissue
@@ -183,6 +184,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
 def test_another_machine_goes_on_with_a_task_in_a_bucket(place, clinic, tmp_path, monkeypatch, verb):
@@ -357,6 +359,7 @@ def test_two_readers_that_fetch_one_run_at_once_share_its_copy(place, clinic, tm
     assert [path.name for path in copy.parent.iterdir()] == [copy.name]
 
 
+@pytest.mark.slow
 def test_a_segmentation_whose_truth_was_changed_since_is_refused(clinic, tmp_path):
     """As fine-tuning with other labels is: its first half would have learned other surfaces than its second."""
     copy = tmp_path / "run"

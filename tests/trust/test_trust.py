@@ -628,6 +628,7 @@ def judged(tmp_path_factory):
     return result, store, folder, run
 
 
+@pytest.mark.slow
 def test_every_baseline_is_in_the_table(judged):
     result, *_ = judged
     names = ["several", "single", "random_init", "histogram", "tissue_map", "map_and_encoder", "covariates", "mine"]
