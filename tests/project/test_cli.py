@@ -81,8 +81,8 @@ WRONG = {
         "does nothing with --baselines, --allow-seen;",
     ),
     "options of files for a training": (
-        ["segment", "encoder=x", "--store", "{store}", "truth=.", "--dicom", "--layouts", "line"],
-        "segment: trains on a store and does nothing with --dicom, --layouts;",
+        ["segment", "encoder=x", "--store", "{store}", "truth=.", "--dicom", "--layouts", "line", "--only-corrected"],
+        "segment: trains on a store and does nothing with --dicom, --layouts, --only-corrected;",
     ),
     "layouts for a finished training": (
         ["segment", "a.dcm", "--apply", "x", "--layouts", "line"],

@@ -108,7 +108,7 @@ def segment(
     from octfm.cli.segment_scans import Scans, in_catalogs
 
     training_only, files_only = ("baselines", "allow_seen"), ("dicom", "layouts", "workers", "file_seconds", "file_gb")
-    packaged_only = ("calibrate", "apply_corrections", "axial_length")
+    packaged_only = ("calibrate", "apply_corrections", "only_corrected", "axial_length")
     words, limits = words or [], opt.limits_of(file_seconds, file_gb)
     has_settings = store is not None or steps is not None
     are_files = ["=" not in word or Path(word).exists() for word in words]
