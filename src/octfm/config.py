@@ -307,7 +307,7 @@ def _parse(text: str) -> Any:
 
 def _typed(text: str) -> Any:
     """The value of an override. A name stands as it was typed: # begins no comment, and a newline is no space."""
-    value, plain = _parse(text), text.strip()
+    value, plain = _parse(text), text.strip(" \t\r\n")
     named = isinstance(value, str) and plain[0] not in "\"'|>&*"
     return plain if named or plain.startswith("#") else value
 

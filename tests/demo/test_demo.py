@@ -373,4 +373,4 @@ def test_a_planted_fault_is_named_live(quick, name):
     said: list[str] = []
     report = run_sabotage(name, quick[0], echo=said.append)
     assert report.is_file()
-    assert said[-2].startswith(f"planted {name} at step 40; named at step 4"), said
+    assert said[-2].startswith(f"planted {name} after step 40; named at step 4"), said

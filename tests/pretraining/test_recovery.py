@@ -95,9 +95,9 @@ def test_every_planted_fault_is_named_within_20_steps(store, sound, tmp_path, fa
         shutil.copytree(sound(objective), tmp_path / "run")
     said, error = run_with_fault(store, tmp_path / "run", fault, objective, AT, **base)
     found = named(said, 0)
-    assert found and min(step for step, _ in found) >= AT, "no false alarm before it"
+    assert found and min(step for step, _ in found) > AT, "no false alarm before it"
     first = next((step for step, what in found if what == NAMES[fault]), None)
-    assert first is not None and first < AT + 20, found
+    assert first is not None and first <= AT + 20, found
     if fault == "context-unmasked":
         seen = {row["step"]: row["target_gradient"] > 0 for row in rows(tmp_path / "run")}
         assert seen[20] is False and seen[AT] is True, "the curve shows it, too"
@@ -114,7 +114,7 @@ def test_batch_statistics_are_seen_when_every_volume_is_alone(store, tmp_path, o
     said."""
     alone = {"data": {"global_batch_size": 2, "per_device_batch_size": 1}, "precision": precision}
     said, error = run_with_fault(store, tmp_path / "run", "batch-norm", objective, 15, **alone)
-    assert named(said, 0)[0] == (20, "batch statistics") and error is not None
+    assert named(said, 0)[0] == (21, "batch statistics") and error is not None
 
 
 @pytest.mark.parametrize("objective", ["mae", pytest.param("vjepa2", marks=pytest.mark.slow), *OTHER])
@@ -122,7 +122,7 @@ def test_batch_statistics_are_seen_in_a_few_of_many_tokens(store, tmp_path, obje
     """Twice as many tokens as are looked at; without the fault nothing is said of them."""
     assert 2 * SAMPLED_TOKENS == 4 * 8 * 4
     said, error = run_with_fault(store, tmp_path / "run", "batch-norm", objective, 15, masks={"budget": None})
-    assert named(said, 0)[0] == (20, "batch statistics") and error is not None
+    assert named(said, 0)[0] == (21, "batch statistics") and error is not None
 
 
 @pytest.mark.parametrize("budget", [64, pytest.param(None, marks=pytest.mark.slow)])
@@ -144,7 +144,7 @@ def test_sound_statistics_are_seen_whatever_two_sets_of_masks_hide(store, budget
 @pytest.mark.parametrize("objective", ["vjepa2", "data2vec"])
 def test_F1_a_learning_rate_times_100_at_step_300_is_named_at_once(store, tmp_path, objective):
     said, error = run_with_fault(store, tmp_path / "run", "lr-restart", objective, 300, ckpt_every_steps=100)
-    assert named(said, 0)[0] == (300, "learning rate") and error is not None
+    assert named(said, 0)[0] == (301, "learning rate") and error is not None
 
 
 @pytest.mark.slow

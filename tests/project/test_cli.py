@@ -324,6 +324,10 @@ def work(**_):
         {second}
         print("tidied")
 atexit.register(lambda: {second})
+class Late:
+    def __del__(self, send=signal.raise_signal, number=signal.SIG{signals.split()[1]}):
+        send(number)
+late = Late()  # ends with the interpreter, after its handlers of signals
 main.app, main.REPEATED_S = work, {repeated_s}
 main.main()
 """

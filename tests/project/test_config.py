@@ -25,7 +25,7 @@ def yaml_file(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("name", ["study #2/prep", "#2/prep", "two\nlines/prep", "o'neill/prep"])
+@pytest.mark.parametrize("name", ["study #2/prep", "#2/prep", "two\nlines/prep", "o'neill/prep", "prep\u3000"])
 def test_a_path_in_an_override_is_taken_as_it_was_typed(name):
     """As YAML, the first one was the folder `study`, and a run may have trained on another store than the one named."""
     assert load_config("vit_s", [f"data.store={name}"]).data.store == name

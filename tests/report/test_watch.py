@@ -66,7 +66,14 @@ def test_sparklines_have_shape():
 
 def test_once_prints_curves_verdicts_and_advice(tmp_path):
     run = write_run(tmp_path)
-    append(run / "metrics.jsonl", *probe_rows(0.1, 0.5, 0.4))
+    spike = {
+        "kind": "incident",
+        "step": 199,
+        "what": "loss spike",
+        "verdict": "watch",
+        "sentence": "no weight was changed",
+    }
+    append(run / "metrics.jsonl", spike, *probe_rows(0.1, 0.5, 0.4))
     out = io.StringIO()
     watch(run, once=True, console=Console(file=out, width=120))
     told = out.getvalue()
@@ -76,6 +83,7 @@ def test_once_prints_curves_verdicts_and_advice(tmp_path):
         "effective rank",
         "watch",
         "low",
+        "step 200: no weight was changed",
         "Take step-00000200.pt",
         "█",
     ):

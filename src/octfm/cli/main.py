@@ -1,5 +1,6 @@
 """The octfm command: its list of verbs, and how errors become one line and an exit code."""
 
+import atexit
 import errno
 import io
 import locale
@@ -151,6 +152,8 @@ def _heed_signals(by_torchrun: bool) -> None:
     for number in heeded:
         if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
             signal.signal(number, interrupt)
+            # Python ends with the system's handlers, which would change the exit code. Registered first, it runs last.
+            atexit.register(signal.signal, number, signal.SIG_IGN)
 
 
 def _open_streams() -> None:

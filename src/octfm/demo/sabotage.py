@@ -38,7 +38,7 @@ def run_sabotage(name: str, out: str | Path, *, echo: Echo = print) -> Path:
         (f"seed={SEED}", f"steps={steps}", "log_every_steps=5", "validate_every_steps=20", "ckpt_every_steps=20"),
     )
     run, store = out / f"run-{name}", Store.open(out / "prepared")
-    with stages.stage("pretraining", f"{steps} steps, {name} from step {at} on; what the monitors report:"):
+    with stages.stage("pretraining", f"{steps} steps, {name} after step {at}; what the monitors report:"):
         try:
             with sabotage(name, at):
                 pretrain(config, store, run, echo=lambda line: stages.say(f"   {line}"))
@@ -50,9 +50,11 @@ def run_sabotage(name: str, out: str | Path, *, echo: Echo = print) -> Path:
     named = next((row for row in incidents if row["what"] == NAMES[name]), None)
     if named is None:
         raise EvaluationError(
-            f"{run}: {name} was planted at step {at}, but the monitors reported only "
+            f"{run}: {name} was planted after step {at}, but the monitors reported only "
             f"{[row['what'] for row in incidents]}"
         )
-    stages.say(f"planted {name} at step {at}; named at step {named['step']}: {named['what']}: {named['sentence']}")
+    stages.say(
+        f"planted {name} after step {at}; named at step {named['step'] + 1}: {named['what']}: {named['sentence']}"
+    )
     stages.say(f"report: {report.resolve()}")
     return report

@@ -58,7 +58,7 @@ class Reactions:
         sentence = f"{what}, the same global batch of {batch} and the same images (F7)"
         facts = {"what": "memory", "verdict": "watch", "action": "smaller micro-batch", "sentence": sentence}
         session.metrics.write("incident", step, **facts, volumes=[])
-        session.echo(f"step {step}: {sentence}")
+        session.echo(f"step {step + 1}: {sentence}")
 
     def act(self, session: Session, step: int, finding: Finding) -> bool:
         """Do what the policy says; True if the run went back a few steps. Raises TrainingError if it must not go on."""
@@ -83,7 +83,7 @@ class Reactions:
             except OctfmError as error:
                 # The run's pages must say why it ended.
                 action, failure = "stop", error
-                sentence = f"{sentence}; {str(error).removeprefix(f'step {step}: ')}"
+                sentence = f"{sentence}; {str(error).removeprefix(f'step {step + 1}: ')}"
         verdict = "watch" if action in ("skip", "exclude", "watch") else "bad"
         incident = {
             "what": finding.what,
@@ -93,11 +93,11 @@ class Reactions:
         }
         session.metrics.write("incident", step, **incident, volumes=volumes, **facts)
         if failure is None:
-            session.echo(f"step {step}: {what}; {sentence}")
+            session.echo(f"step {step + 1}: {what}; {sentence}")
         if failure is None and action == "stop":
             last = session.run.last_checkpoint()
             kept = f"The last checkpoint is {last}" if last else "No checkpoint was written yet"
-            failure = TrainingError(f"step {step}: {what}; {sentence}. {kept}")
+            failure = TrainingError(f"step {step + 1}: {what}; {sentence}. {kept}")
         if failure is not None:
             # Every rank raises it, and rank 0 reports it for all of them.
             failure.elsewhere = not learner.runtime.leads

@@ -122,12 +122,12 @@ def _smaller(learner: Learner, batch: Batch, reason: str) -> int:
     smaller = max((n for n in range(1, size // 2 + 1) if share % n == 0), default=0)
     if not smaller:
         raise TrainingError(
-            f"step {learner.step}: memory ran out with one volume at a time ({reason}); lower masks.budget or "
+            f"step {learner.step + 1}: memory ran out with one volume at a time ({reason}); lower masks.budget or "
             "model.width, or use a device with more memory"
         )
     if not learner.runtime.repeats:
         raise OutOfMemory(
-            f"step {learner.step}: memory ran out on rank {learner.runtime.rank} with {size} volumes at a time "
+            f"step {learner.step + 1}: memory ran out on rank {learner.runtime.rank} with {size} volumes at a time "
             f"({reason}); {learner.config.runtime.parallel} cannot repeat a step, so run the same command again "
             "(torchrun --max-restarts does so): the run goes on from the last checkpoint with "
             f"{smaller} at a time and the same global batches (F7)",

@@ -137,7 +137,7 @@ def dashboard(name: str, rows: list[dict[str, Any]], steps: int) -> "RenderableT
         verdicts.add_row(*words)
     parts: list[RenderableType] = [head, curves, verdicts]
     events = [row for row in rows if row["kind"] in ("incident", "checkpoint", "waiting", "tracker")][-4:]
-    parts += [Text(one_line(f"step {row['step']}: {row['sentence']}"), style="yellow") for row in events]
+    parts += [Text(one_line(f"step {row['step'] + 1}: {row['sentence']}"), style="yellow") for row in events]
     if advice := checkpoint_advice(rows):
         parts.append(Text(one_line(advice), style="bold"))
     return Group(*parts)

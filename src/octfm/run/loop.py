@@ -134,7 +134,7 @@ class Session:
         for failure in self.writer.failures():
             verdict = "bad" if failure.lost else "watch"
             self.metrics.write("checkpoint", step, what="checkpoint", verdict=verdict, sentence=failure.sentence)
-            self.echo(f"step {step}: {failure.sentence}")
+            self.echo(f"step {step + 1}: {failure.sentence}")
             if failure.lost:
                 self.lost.add(failure.step)
 
@@ -147,13 +147,13 @@ class Session:
             failed = f"{spent.retries:,} of {spent.requests:,} requests to the bucket failed"
             sentence = f"{failed} and were sent again; nothing is missing"
             facts = {"verdict": "watch", "what": "bucket", "sentence": sentence}
-            self.metrics.write("bucket", self.training.step, **facts, **asdict(spent))
+            self.metrics.write("bucket", max(0, self.training.step - 1), **facts, **asdict(spent))
 
     def report_waiting(self, what: str, seconds: float, sentence: str) -> None:
         """Say that no step has finished for longer than the deadline (F8). Called from another thread."""
         step, runtime = self.training.step, self.training.runtime
         self.metrics.write("waiting", step, what=what, seconds=seconds, sentence=sentence)
-        runtime.say(f"waiting for {what} for {seconds:.0f} s at its last sign of life, in step {step}")
+        runtime.say(f"waiting for {what} for {seconds:.0f} s at its last sign of life, in step {step + 1}")
         self.aloud(sentence if runtime.leads else f"rank {runtime.rank}: {sentence}")
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ class Metrics:
                 self.listeners.remove(listener)
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
                 sentence = f"{type(listener).__name__} failed and gets no more rows: {reason}; metrics.jsonl goes on"
-                say(f"step {step}: {sentence}")
+                say(f"step {step + 1}: {sentence}")
                 self.write("tracker", step, verdict="watch", sentence=sentence)
 
 

@@ -298,7 +298,7 @@ class FineTuning:
         # Before the update: afterwards the weights would be lost, in the only checkpoint as well.
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise EvaluationError(
-                f"{session.run.path}: the loss is {loss} and the gradient norm {grad_norm} at step {step}; lower "
+                f"{session.run.path}: the loss is {loss} and the gradient norm {grad_norm} at step {step + 1}; lower "
                 "lr_head and lr_encoder, or use precision fp32"
             )
         model.optimizer.step()

@@ -205,7 +205,7 @@ class Fit:
         # Before the update: afterwards the weights would be lost, in the only checkpoint as well.
         if not (math.isfinite(value := float(loss.detach())) and math.isfinite(grad_norm)):
             raise EvaluationError(
-                f"segmentation: the loss is {value} and the gradient norm {grad_norm} at step {step}; "
+                f"segmentation: the loss is {value} and the gradient norm {grad_norm} at step {step + 1}; "
                 "lower lr and lr_encoder"
             )
         segmenter.optimizer.step()

@@ -130,7 +130,9 @@ def held_out(rows: Iterable[dict[str, Any]]) -> Finding | None:
         elif row["kind"] == "validation" and training:
             if row.get("volumes") != volumes:
                 points, volumes = [], row.get("volumes")
-            points.append((int(row["step"]), float(row["masked_over_baseline"]), float(np.median(training[-NEAR:]))))
+            points.append(
+                (int(row["step"]) + 1, float(row["masked_over_baseline"]), float(np.median(training[-NEAR:])))
+            )
             training = []
     if len(points) < 2:
         return None

@@ -96,7 +96,7 @@ def roll_back(learner: Learner, run: RunFolder, step: int, what: str) -> str:
         if run.last_checkpoint() is None or first_sign <= learner.config.ckpt_every_steps:
             return None
         raise TrainingError(
-            f"step {step}: {what}; there is no healthy checkpoint from before step {first_sign} to go back to"
+            f"step {step + 1}: {what}; there is no healthy checkpoint from before step {first_sign + 1} to go back to"
         )
 
     # Rank 0 chooses, so that all ranks restore the same checkpoint.
@@ -108,9 +108,9 @@ def roll_back(learner: Learner, run: RunFolder, step: int, what: str) -> str:
     where = path.name if path is not None else "the initial weights"
     tries = [r for r in state.rollbacks if r.to == learner.step]
     if len(tries) >= config.max_rollbacks:
-        reasons = ", ".join(f"{r.what} at step {r.at}" for r in (*tries, Rollback(step, learner.step, what)))
+        reasons = ", ".join(f"{r.what} at step {r.at + 1}" for r in (*tries, Rollback(step, learner.step, what)))
         raise TrainingError(
-            f"step {step}: {what} again: training continued {len(tries)} times from step {learner.step} with other "
+            f"step {step + 1}: {what} again: training continued {len(tries)} times from step {learner.step} with other "
             f"batches and failed each time ({reasons}). Look at the volumes in metrics.jsonl. The same command with "
             f"schedule.base_lr={learner.config.schedule.base_lr / 2:g} --override goes on at half the learning rate, "
             f"with health.max_rollbacks={len(tries) + 2} --override with other batches, at most twice; "
@@ -131,4 +131,4 @@ def roll_back(learner: Learner, run: RunFolder, step: int, what: str) -> str:
         grad_norms=learner.state.grad_norms,
     )
     scaled = f" at {learner.state.lr_scale:.2g} of the learning rate" if config.lr_factor < 1 else ""
-    return f"went back to {where} ({learner.step} updates); batches up to step {step} are not repeated{scaled}"
+    return f"went back to {where} ({learner.step} updates); batches up to step {step + 1} are not repeated{scaled}"
