@@ -35,11 +35,11 @@ def main(folder: Path, out: Path) -> None:
 
 
 def draw(axes: Axes, name: str, rows: list[dict]) -> None:
-    """One fault: its curves from the first steps on, and every step at which it was named."""
+    """One fault: its curves from the first steps on, and every step at which it was named, counted from 1."""
     train = [row for row in rows if row["kind"] == "train"]
     for (key, label), style in zip(CURVES[name].items(), ("-o", "-s"), strict=False):
         axes.plot(
-            *zip(*((row["step"], row[key]) for row in train if key in row), strict=True),
+            *zip(*((row["step"] + 1, row[key]) for row in train if key in row), strict=True),
             style,
             markersize=4,
             label=label,
@@ -48,7 +48,7 @@ def draw(axes: Axes, name: str, rows: list[dict]) -> None:
         axes.set_yscale("log")
     if name != "nan-volume":
         loss = axes.twinx()
-        points = [(row["step"], row[UNHARMED]) for row in train]
+        points = [(row["step"] + 1, row[UNHARMED]) for row in train]
         axes.plot([], [], color="silver", label="masked loss over baseline (right)")
         loss.plot(*zip(*points, strict=True), color="silver", zorder=0)
         loss.set_ylim(0.95, 1.15)
@@ -58,15 +58,19 @@ def draw(axes: Axes, name: str, rows: list[dict]) -> None:
     named = [row for row in rows if row["kind"] == "incident" and row["what"] == NAMES[name]]
     for row in named:
         axes.axvline(
-            row["step"], color="tab:red", linewidth=1, label=f'"{NAMES[name]}" is named' if row is named[0] else None
+            row["step"] + 1,
+            color="tab:red",
+            linewidth=1,
+            label=f'"{NAMES[name]}" is named' if row is named[0] else None,
         )
     what = {"stop": "the run stopped", "exclude": "its volume left out", "skip": "its update skipped"}[
         named[-1]["action"]
     ]
     axes.set_title(
-        f"{name}, from step {SABOTAGED_AT}: named at {named[0]['step']}, {what} at {named[-1]['step']}", fontsize=10
+        f"{name}, after step {SABOTAGED_AT}: named at {named[0]['step'] + 1}, {what} at {named[-1]['step'] + 1}",
+        fontsize=10,
     )
-    axes.set_xlim(-1, 60)
+    axes.set_xlim(0, 61)
     axes.set_xlabel("step", fontsize=9)
     axes.tick_params(labelsize=8)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False)
