@@ -245,7 +245,7 @@ def _sampled(volumes: Tensor, theta_B23: Tensor, mode: str) -> Tensor:
 
 
 def shift_rows(voxels: Tensor, shift_B: Tensor) -> Tensor:
-    """Voxels [B, 1, D, H, W] moved along H; rows that come from outside are 0."""
+    """uint8 voxels [B, 1, D, H, W] moved along H; rows that come from outside are 0."""
     batch, _, depth, height, width = voxels.shape
     source_BH = torch.arange(height, device=voxels.device) - shift_B.unsqueeze(1)
     inside = ((source_BH >= 0) & (source_BH < height))[:, None, None, :, None]
