@@ -411,6 +411,9 @@ def test_a_hub_name_of_a_backbone_ends_in_one_line_without_waiting(encoder, tmp_
         OctEncoder.from_pretrained("empty")
     with pytest.raises(ConfigError, match=r"^s3://…: expected the folder of an export, or owner/name"):
         OctEncoder.from_pretrained("s3://clinic/exported")
+    for open_it in (OctEncoder.from_pretrained, load_encoder):
+        with pytest.raises(ConfigError, match=r"^hf://…: the address holds credentials"):
+            open_it("hf://u:secret@clinic/encoder")
     assert sum(slept) == 0
 
 
