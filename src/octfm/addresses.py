@@ -27,8 +27,12 @@ _USER = re.compile(r"\s*(?:[/\\]{2,}[^/\\]*@|[^/\\@]{2,}:[^@]*@)")
 _WITHOUT_SLASHES = re.compile(rf"(?i)\s*({_KNOWN}):[^/\\]*(@|%40)")
 _HOST = re.compile(r"[A-Za-z0-9._\[\]-]*(:\d*)?")
 _BUCKET = re.compile(r"[A-Za-z0-9._-]*|arn:[A-Za-z0-9:-]+")
-_TOKEN = re.compile(r"(?i)[?&;#][^=&?/]*(sig|token|secret|key|credential|passw|pwd|auth|sas|session)[^=&/]*(=|%3d)")
-_QUERY = re.compile(r"(?i)[?&;#][^=&?/\s]*(=|%3d)")
+_BEGINS_A_QUERY = r"(?i)(?:[?&;#]|%(?:25)*(?:3f|26|3b|23))"
+"""Also percent-encoded, once or, as in the addresses that libraries print, again."""
+_TOKEN = re.compile(
+    _BEGINS_A_QUERY + r"[^=&?/]*(sig|token|secret|key|credential|passw|pwd|auth|sas|session)[^=&/]*(=|%(?:25)*3d)"
+)
+_QUERY = re.compile(_BEGINS_A_QUERY + r"[^=&?/\s]*(=|%(?:25)*3d)")
 """A query of a web address. octfm needs none, and any name may hold a token: ?pass=, ?jwt=, ?code=."""
 
 _NAME = re.compile(r"(?:--)?[a-z][a-z0-9_.-]*=")
@@ -117,6 +121,16 @@ def shown(text: str) -> str:
 def mask(text: str) -> str:
     """The text with every address that contains credentials reduced to its scheme."""
     return _WORD.sub(lambda word: shown(word[0]) if holds_credentials(word[0].rstrip(".,:;!)")) else word[0], text)
+
+
+def mask_path(path: str) -> str:
+    """The path of a file that cannot be opened, for a message; as `mask`, also where an address lost its slashes or its
+    scheme, unless a file has this name."""
+    if os.path.lexists(path.split("!/")[0]):
+        return mask(path)
+    if _WITHOUT_SLASHES.match(path):
+        return shown(path)
+    return "…@…" if _USER.match(path) and mask(path) == path else mask(path)
 
 
 def _has_secret(scheme: str, rest: str) -> bool:

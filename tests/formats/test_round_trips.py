@@ -1,5 +1,6 @@
 """Layers and geometry survive every export: what is written is read back as it was, gaps and order of B-scans too."""
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -435,8 +436,16 @@ def test_an_overlay_of_another_scan_is_refused(tmp_path, exported):
         assert caught.value.code == "other_volume", caught.value
     alike = read_volume(write_oct_dicom(tmp_path / "c.dcm", telling_voxels()[:, ::-1], SPACING_MM))
     for file in files[2:]:
-        with pytest.raises(ReadError, match=r"other than .*c\.dcm, by the fingerprint in a_labels\.json"):
-            read_overlay(file, alike)
+        unpacked = file.with_suffix("")
+        unpacked.write_bytes(gzip.decompress(file.read_bytes()))
+        for own in (file, unpacked):
+            with pytest.raises(ReadError, match=r"other than .*c\.dcm, by the fingerprint in a_labels\.json"):
+                read_overlay(own, alike)
+            assert read_overlay(own, volume) is not None
+    sidecar = tmp_path / "out" / "a_labels.json"
+    for other_program in ("{}", '{"scan": "T1w"}', '{"scan": null}'):
+        sidecar.write_text(other_program, encoding="utf-8")
+        assert read_overlay(files[-1], alike).values.shape == alike.shape
     for file in (volume.source, write_vol(tmp_path / "a.vol", telling_voxels())):
         with pytest.raises(ReadError, match="neither labels nor heights of layers"):
             read_overlay(file, volume)

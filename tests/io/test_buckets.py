@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octfm.addresses import mask, mask_path
 from octfm.catalog.catalog import Catalog, CatalogError
 from octfm.catalog.scan import scan
 from octfm.errors import BucketError, ConfigError, ReadError, StoreError
@@ -212,13 +214,36 @@ def test_credentials_in_an_address_are_refused_and_not_repeated():
 
 
 @pytest.mark.parametrize(
-    "address", [f"https://me:{SECRET}@host/x", f"s3:/key:{SECRET}@clinic/x", f"https://me:{SECRET}@host/x.zip!/a.dcm"]
+    "address",
+    [
+        f"https://me:{SECRET}@host/x",
+        f"S3://key:{SECRET}@clinic/x",
+        f"s3:/key:{SECRET}@clinic/x",
+        f"s3:key:{SECRET}@clinic/x",
+        f"key:{SECRET}@clinic/x",
+        f"https://me:{SECRET}@host/x.zip!/a.dcm",
+        f"https://host/x.dcm%3FX-Amz-Signature%3D{SECRET}",
+    ],
 )
 def test_credentials_in_a_path_that_is_no_bucket_are_not_repeated_by_readers(address):
     for read in (read_volume, read_surfaces):
-        with pytest.raises(ReadError, match="cannot be read: No such file") as told:
-            read(address)
-        assert SECRET not in str(told.value)
+        for where in (address, Path(address)):
+            with pytest.raises(ReadError, match="cannot be read: No such file") as told:
+                read(where)
+            assert SECRET not in "".join(traceback.format_exception_only(told.value))
+            assert told.value.__cause__ is None, "a traceback would print the cause, which has the path"
+
+
+def test_a_file_that_is_there_is_named_even_if_its_name_looks_like_credentials(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("10:30 a@b").mkdir()
+    assert mask_path("10:30 a@b") == "10:30 a@b"
+    assert mask_path("10:31 a@b") == "…@…"
+
+
+def test_a_query_that_an_endpoint_repeats_percent_encoded_is_masked():
+    for query in (f"?sig={SECRET}", f"%3Fsig%3D{SECRET}", f"%253Fsig%253D{SECRET}"):
+        assert mask(f'no answer from "http://127.0.0.1:9/clinic/x.dcm{query}"') == 'no answer from "http://…"'
 
 
 @buckets

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from octfm.addresses import refuse_credentials
 from octfm.errors import CheckpointError, ConfigError
 from octfm.io.location import Location, is_remote, location
 from octfm.run.checkpoint_files import FILE, SHARDS
@@ -85,8 +86,9 @@ def from_hub(name: str, offline: bool = False, **options: Any) -> Path:
     """The folder of an export on the Hugging Face hub, `owner/name` or `owner/name@revision`, downloaded or from its
     cache; with `offline` or HF_HUB_OFFLINE=1 only from the cache. `options`: further ones of snapshot_download.
 
-    Raises CheckpointError if it is not there, ConfigError without huggingface_hub.
+    Raises CheckpointError if it is not there, ConfigError without huggingface_hub and for credentials.
     """
+    refuse_credentials(f"{HUB}{name}")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

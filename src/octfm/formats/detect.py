@@ -153,7 +153,7 @@ def _head(uri: str) -> bytes:
     try:
         return read_start(uri, _HEAD)
     except OSError as error:
-        raise cannot_open(uri, error) from error
+        raise cannot_open(uri, error) from None
 
 
 def _by_content(uri: str) -> str:

@@ -32,14 +32,14 @@ def read_overlay(uri: str | Path, of: str | Path, shape: Shape3, spacing_mm: Spa
 
 def expect_scan_of(uri: str | Path, of: Volume) -> None:
     """Raise ReadError if the sidecar of NIfTI files that octfm segment wrote has the fingerprint of other voxels."""
-    sidecar = Path(re.sub(r"_(labels|heights_um|heights_rows)\.nii\.gz$", "_labels.json", str(uri)))
+    sidecar = Path(re.sub(r"_(labels|heights_um|heights_rows)\.nii(\.gz)?$", "_labels.json", str(uri)))
     if sidecar.suffix != ".json" or not sidecar.is_file():
         return
     try:
         scan = from_json(sidecar.read_bytes())["scan"]
     except (OSError, ValueError, TypeError, KeyError):
-        return  # written by another program
-    if scan != fingerprint(of.voxels):
+        return  # written by another program or an earlier octfm
+    if re.fullmatch("[0-9a-f]{32}", str(scan)) and scan != fingerprint(of.voxels):
         raise ReadError(
             "other_volume",
             f"{uri}: results of a scan other than {of.source}, by the fingerprint in {sidecar.name}; give those of "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octfm.addresses import mask
+from octfm.addresses import mask_path
 from octfm.errors import ReadError
 from octfm.volume.volume import Laterality, Layout, Lines, Modality, Shape3, Spacing3, Volume
 
@@ -205,7 +205,7 @@ REASONS: dict[str, Reason] = {
 
 def cannot_open(uri: str, error: OSError) -> ReadError:
     why = error.strerror or type(error).__name__
-    return ReadError("unreadable", f"{mask(uri)}: cannot be read: {why}; check path and permissions")
+    return ReadError("unreadable", f"{mask_path(uri)}: cannot be read: {why}; check path and permissions")
 
 
 PADDING = 4096

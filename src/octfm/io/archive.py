@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
-from octfm.addresses import mask
+from octfm.addresses import mask_path
 from octfm.errors import ReadError, reason_of
 from octfm.io.location import BucketPath, Location, is_remote, listed
 from octfm.io.ranged import Positioned, directly_below, is_prefix, known, open_binary, remember
@@ -188,8 +188,8 @@ def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]
             content = io.BytesIO(_content(file, start, member, uri))
     except OSError as error:
         raise ReadError(
-            "unreadable", f"{mask(uri)}: cannot be read: {error.strerror or error}; check path and permissions"
-        ) from error
+            "unreadable", f"{mask_path(uri)}: cannot be read: {error.strerror or error}; check path and permissions"
+        ) from None  # the cause quotes the path, which may hold credentials
     yield content
 
 

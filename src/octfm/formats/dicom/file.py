@@ -120,7 +120,7 @@ def refusing_damage(uri: str) -> Iterator[None]:
         with _quiet_pydicom():
             yield
     except OSError as error:
-        raise cannot_open(uri, error) from error
+        raise cannot_open(uri, error) from None
     except damaged as error:
         # Neither message nor traceback: pydicom quotes element values, and those may identify a person.
         raise ReadError(
