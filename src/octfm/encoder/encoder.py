@@ -31,7 +31,7 @@ from octfm.pretraining.masks import same_tokens
 from octfm.pretraining.resume import frozen_weights, part_of, read_content
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint
-from octfm.run.runtime import Runtime, alone
+from octfm.run.runtime import Runtime, alone, torch_defaults
 from octfm.store.item import StoredVolume
 from octfm.store.layout import Arrays, shapes
 from octfm.store.store import Store
@@ -377,6 +377,7 @@ def packed(counts: Sequence[int], most: int) -> list[slice]:
     return packs
 
 
+@torch_defaults()
 def load_encoder(
     run: str | Location | None = None,
     *,

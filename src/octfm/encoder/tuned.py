@@ -17,7 +17,7 @@ from octfm.io.progress import say
 from octfm.models.heads import CrossAttentionPool, TaskHead
 from octfm.models.vit3d import ViTConfig
 from octfm.pretraining.resume import part_of
-from octfm.run.runtime import Runtime, alone
+from octfm.run.runtime import Runtime, alone, torch_defaults
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
 
@@ -160,6 +160,7 @@ class TunedModel:
         return _log_odds(before[predicted]) - _log_odds(after[predicted])
 
 
+@torch_defaults()
 def load_tuned(run: str | Location, device: str | torch.device | None = None) -> TunedModel:
     """The model of an `octfm finetune` run or of its export, on a disk or in a bucket.
 
