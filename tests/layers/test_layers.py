@@ -108,7 +108,7 @@ def test_a_bscan_has_the_same_layers_whatever_else_is_in_the_volume():
         np.testing.assert_array_equal(getattr(apart, name), getattr(found, name), err_msg=name)
 
 
-@pytest.mark.parametrize("setting", ["float64", "device"])
+@pytest.mark.parametrize("setting", ["float64", "device", "autocast"])
 def test_what_a_caller_has_set_in_torch_changes_no_layers(setting):
     volume = as_volume(drawn(1)[0])
     with SET_OTHERWISE[setting]():

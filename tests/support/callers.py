@@ -36,4 +36,5 @@ SET_OTHERWISE: dict[str, Callable[[], AbstractContextManager]] = {
     "device": _device,
     "no_grad": _no_gradients,
     "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }

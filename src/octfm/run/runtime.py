@@ -73,7 +73,7 @@ class RuntimeConfig(Config):
 @contextmanager
 def torch_defaults() -> Iterator[None]:
     """torch as it is after its import. Its caller, such as a notebook, may have set another default dtype or device for
-    networks of its own, or turned gradients off; all of that is as before when the context ends."""
+    networks of its own, or turned gradients off or autocast on; all of that is as before when the context ends."""
     dtype = torch.get_default_dtype()
     with ExitStack() as undo:
         if dtype != torch.float32:
@@ -81,6 +81,9 @@ def torch_defaults() -> Iterator[None]:
             torch.set_default_dtype(torch.float32)
         if torch.get_default_device().type != "cpu":  # a context of a device makes every call slower
             undo.enter_context(torch.device("cpu"))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                undo.enter_context(torch.autocast(kind, enabled=False))
         undo.enter_context(torch.inference_mode(False))
         undo.enter_context(torch.enable_grad())
         yield
