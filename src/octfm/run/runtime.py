@@ -539,7 +539,7 @@ def precision_on(device: torch.device, precision: Precision) -> Precision:
 
 def _warn(line: str) -> None:
     if rank() == 0:
-        sys.stderr.write(f"octfm: {line}\n")
+        print(f"octfm: {line}", file=sys.stderr)
 
 
 def environment(runtime: Runtime) -> dict[str, str]:
