@@ -538,8 +538,8 @@ def precision_on(device: torch.device, precision: Precision) -> Precision:
 
 
 def _warn(line: str) -> None:
-    if rank() == 0:
-        print(f"octfm: {line}", file=sys.stderr)
+    if rank() == 0 and sys.stderr is not None:
+        sys.stderr.write(f"octfm: {line}\n")
 
 
 def environment(runtime: Runtime) -> dict[str, str]:
