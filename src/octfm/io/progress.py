@@ -32,7 +32,7 @@ def lines_to(echo: Echo) -> Iterator[None]:
 
 def on_terminal(stream: Any) -> bool:
     """Whether a standard stream is a terminal. A program without a console has none, or an object of its own."""
-    return callable(asked := getattr(stream, "isatty", None)) and asked()
+    return stream is not None and hasattr(stream, "isatty") and stream.isatty()
 
 
 def say(text: str) -> None:
