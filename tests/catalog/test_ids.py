@@ -114,7 +114,10 @@ def test_who_else_is_in_a_cohort_never_decides_whether_two_ids_are_one_person(id
         (["A1-1", "A11", "A-1-1", "a_01_1"], 2),
         (["Hà", "Hạ", "HÀ"], 2),
         (["ヤマダ1", "ヤマタ1", "ヤマダ001"], 2),
-        (["１００１", "1001"], 1),
+        (["１００１", "1001", "١٠٠١", "۰۱۰۰۱"], 1),
+        (["MRN-7", "MRN\u200b-7", "\u200fMRN-7\ufeff", "\u2066MRN\u00ad-7\u2069"], 1),  # as pasted from pages
+        (["\u200b", "\u200b\u200f"], 2),
+        (["👩\u200d⚕1", "👩⚕1", "نامه\u200cای", "نامهای"], 4),  # joiners change what is seen
         (["-", "_", "."], 3),  # nothing but separators: themselves
         (["P", "p", "patient"], 2),
     ],

@@ -100,6 +100,14 @@ def test_store_and_single_volume_agree(run, store):
     assert not np.allclose(vectors[0], vectors[1])
 
 
+def test_vectors_are_of_the_encoders_own_precision(run, store):
+    encoder, arrays = load_encoder(run), store.read([0])
+    vectors, tokens = encoder.embed_arrays(arrays), encoder.encode_grid(arrays.voxels)
+    with torch.autocast("cpu", torch.bfloat16):
+        np.testing.assert_array_equal(encoder.embed_arrays(arrays), vectors)
+        np.testing.assert_array_equal(encoder.encode_grid(arrays.voxels), tokens)
+
+
 def test_random_init_is_the_run_before_its_first_update(run):
     trained, random = load_encoder(run), load_encoder(run, random_init=True)
     assert trained.key != random.key

@@ -43,6 +43,27 @@ def test_short_work_prints_nothing_unless_asked(capsys):
         assert out == "" and bool(err) == always
 
 
+class Window:
+    """What a program with a window of its own may put in the place of a stream."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize("stream", [None, Window()])
+def test_programs_without_a_console_make_progress(monkeypatch, stream):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    with Progress("prepare", 3, always=True) as progress:
+        progress.up_to(3, 3)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with Progress("prepare", 3, always=True) as progress:
+        progress.up_to(3, 3)
+    assert "3/3" in terminal.getvalue()
+
+
 @pytest.mark.parametrize("after", [0.0, 1000.0])
 def test_a_terminal_gets_a_bar_with_the_time_left_once_work_is_long(monkeypatch, after):
     terminal = Terminal()

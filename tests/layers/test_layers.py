@@ -50,6 +50,7 @@ from octfm.report.segmented.contact_sheet import ContactSheet
 from octfm.volume.margins import imaged_rows, without_marks, without_padding
 from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT, NOTE, packaged
+from support.callers import SET_OTHERWISE
 from support.command_line import invoke, octfm_here
 from support.remembered_bscans import RememberedBscans, find
 
@@ -105,6 +106,15 @@ def test_a_bscan_has_the_same_layers_whatever_else_is_in_the_volume():
     found, apart = find(finder, volume), RememberedBscans().of(finder, volume)
     for name in vars(found):
         np.testing.assert_array_equal(getattr(apart, name), getattr(found, name), err_msg=name)
+
+
+@pytest.mark.parametrize("setting", ["float64", "device", "autocast"])
+def test_what_a_caller_has_set_in_torch_changes_no_layers(setting):
+    volume = as_volume(drawn(1)[0])
+    with SET_OTHERWISE[setting]():
+        found = find(load_finder.__wrapped__(), volume)
+    for name in vars(found):
+        np.testing.assert_array_equal(getattr(found, name), getattr(found_in_first(), name), err_msg=name)
 
 
 def test_a_mirrored_scan_has_the_mirrored_answer():

@@ -22,6 +22,7 @@ from octfm.pretraining.settings import load_config
 from octfm.run import checkpoint
 from octfm.run.runtime import start
 from octfm.store.selection import select
+from support.callers import SET_OTHERWISE
 from support.small_store import SIZE, edit_rows, small_store
 from support.tiny_runs import TINY, Killed, assert_same_run, config, final, killed_at, quick_pretrain, quiet, rows
 
@@ -65,6 +66,18 @@ def test_resumed_run_equals_uninterrupted_run(store, whole, tmp_path, monkeypatc
         train(config(), store, tmp_path / "halves", echo=quiet)
     assert_same_run(train(config(), store, tmp_path / "halves", echo=quiet), whole)
     assert final(whole)["step"] == 8
+
+
+@pytest.mark.parametrize("setting", SET_OTHERWISE)
+def test_what_a_caller_has_set_in_torch_changes_no_run(store, one_update, tmp_path, setting):
+    with SET_OTHERWISE[setting]():
+        run = quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
+    assert_same_run(run, one_update)
+
+
+@pytest.fixture(scope="module")
+def one_update(store, tmp_path_factory):
+    return quick_pretrain(config(steps=1), store, tmp_path_factory.mktemp("one") / "run", echo=quiet)
 
 
 def test_a_finished_run_is_left_as_it_is(store, tmp_path):

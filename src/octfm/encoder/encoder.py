@@ -31,7 +31,7 @@ from octfm.pretraining.masks import same_tokens
 from octfm.pretraining.resume import frozen_weights, part_of, read_content
 from octfm.pretraining.settings import PretrainConfig, stored_config
 from octfm.run import checkpoint
-from octfm.run.runtime import Runtime, alone
+from octfm.run.runtime import Runtime, alone, torch_defaults
 from octfm.store.item import StoredVolume
 from octfm.store.layout import Arrays, shapes
 from octfm.store.store import Store
@@ -238,6 +238,7 @@ class Encoder:
         encoder, arrays = self.prepared(scan, self.of_bscans)
         return encoder.encode_grid(arrays.voxels)[0]
 
+    @torch_defaults()
     @torch.inference_mode()
     def embed_arrays(self, arrays: Arrays) -> np.ndarray:
         """float32 [B, vector_width] of prepared volumes: all tissue tokens, encoded without any others and pooled.
@@ -288,6 +289,7 @@ class Encoder:
                 )
         return token_map(arrays.band, arrays.valid, self.preprocessing.image_size, self.config.model.patch_size)
 
+    @torch_defaults()
     @torch.inference_mode()
     def vector_of(self, tokens: np.ndarray, counts: np.ndarray, index: np.ndarray) -> np.ndarray:
         """float32 [vector_width]: the pooled tokens [M, width] of one volume at flat grid indices [M]; `counts` bool
@@ -298,6 +300,7 @@ class Encoder:
     def _vector(self, tokens_BMD: Tensor, counts_BM: Tensor, index_BM: Tensor) -> Tensor:
         return self.network.vector(tokens_BMD, counts_BM, index_BM, self.config.objective.pool).float()
 
+    @torch_defaults()
     @torch.inference_mode()
     def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
         """The input of heads: tokens within training's budget, float32 [B, M, width], and which are tissue, bool [B,
@@ -317,11 +320,13 @@ class Encoder:
         # A volume without tissue would have no token to pool; then all of them count.
         return chosen, tissue | ~tissue.any(1, keepdims=True)
 
+    @torch_defaults()
     @torch.inference_mode()
     def some_tokens(self, voxels: np.ndarray, chosen: np.ndarray) -> np.ndarray:
         """float32 [B, M, width] of the tokens at flat grid indices [B, M]; the encoder sees no others."""
         return self._encode(voxels, self.runtime.tensor(chosen)).cpu().numpy()
 
+    @torch_defaults()
     @torch.inference_mode()
     def encode_grid(self, voxels: np.ndarray) -> np.ndarray:
         """float32 [B, d, h, w, width]: the full token grid of prepared voxels uint8 [B, D, H, W]."""
@@ -377,6 +382,7 @@ def packed(counts: Sequence[int], most: int) -> list[slice]:
     return packs
 
 
+@torch_defaults()
 def load_encoder(
     run: str | Location | None = None,
     *,

@@ -17,7 +17,7 @@ from octfm.models.heads import TaskHead
 from octfm.models.vit3d import VisionTransformer3D
 from octfm.pretraining.learner import grid_of
 from octfm.pretraining.settings import stored_config
-from octfm.run.runtime import start
+from octfm.run.runtime import start, torch_defaults
 from octfm.volume.preprocessing import Preprocessing
 from octfm.weights import exported
 
@@ -115,6 +115,7 @@ class OctEncoder(nn.Module, PyTorchModelHubMixin, library_name="octfm", tags=["m
         return super().from_pretrained(folder, **model_kwargs)
 
     @classmethod
+    @torch_defaults()
     def _from_pretrained(cls, *, model_id: str, map_location: str = "cpu", **facts: Any) -> "OctEncoder":
         content = exported.read_export(Path(model_id))
         facts = {name: facts[name] for name in facts.keys() - _HUB_OPTIONS}

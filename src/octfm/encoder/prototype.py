@@ -26,7 +26,7 @@ from octfm.io.location import local_path
 from octfm.models.token_map import token_grid
 from octfm.models.vit3d import ViTConfig
 from octfm.pretraining.settings import PretrainConfig
-from octfm.run.runtime import start
+from octfm.run.runtime import start, torch_defaults
 from octfm.run.weights_file import read_weights
 from octfm.volume.preprocessing import Preprocessing
 
@@ -45,6 +45,7 @@ RENAMED = (
 )
 
 
+@torch_defaults()
 def load_prototype_encoder(
     path: str | Path, preprocessing: Preprocessing | None = None, *, heads: int | None = None, device: str | None = None
 ) -> Encoder:

@@ -17,7 +17,7 @@ from octfm.io.progress import say
 from octfm.models.heads import CrossAttentionPool, TaskHead
 from octfm.models.vit3d import ViTConfig
 from octfm.pretraining.resume import part_of
-from octfm.run.runtime import Runtime, alone
+from octfm.run.runtime import Runtime, alone, torch_defaults
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
 
@@ -76,6 +76,7 @@ class TunedModel:
         classes = ", ".join(self.answer.classes) or "a number"
         return {"predicts": f"{self.answer.target}: {classes}", "encoder": repr(self.encoder)}
 
+    @torch_defaults()
     @torch.inference_mode()
     def answers(self, arrays: Arrays) -> np.ndarray:
         """float32 [B, O] of prepared volumes, in the units of `Answer.value`."""
@@ -128,6 +129,7 @@ class TunedModel:
 
     # For maps, which use all kept tissue tokens even if the head was trained on a sample.
 
+    @torch_defaults()
     @torch.inference_mode()
     def outputs(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """float [B, O]: log-probabilities of classes, or a number in standard deviations.
@@ -138,6 +140,7 @@ class TunedModel:
         out = self.head(tensor(tokens), tensor(counts)).float()
         return (out.log_softmax(-1) if self.answer.classes else out).cpu().numpy()
 
+    @torch_defaults()
     @torch.inference_mode()
     def attention(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray | None:
         """float [B, M]: attention to each token, averaged over heads, sums to 1; None if the head pools by the mean."""
@@ -160,6 +163,7 @@ class TunedModel:
         return _log_odds(before[predicted]) - _log_odds(after[predicted])
 
 
+@torch_defaults()
 def load_tuned(run: str | Location, device: str | torch.device | None = None) -> TunedModel:
     """The model of an `octfm finetune` run or of its export, on a disk or in a bucket.
 

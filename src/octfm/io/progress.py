@@ -30,6 +30,11 @@ def lines_to(echo: Echo) -> Iterator[None]:
         _LINES.reset(token)
 
 
+def on_terminal(stream: Any) -> bool:
+    """Whether a standard stream is a terminal. A program without a console has none, or an object of its own."""
+    return stream is not None and hasattr(stream, "isatty") and stream.isatty()
+
+
 def say(text: str) -> None:
     """A line about long work, where its progress goes."""
     echo = _LINES.get()
@@ -61,7 +66,7 @@ class Progress:
         self._what, self._total, self._unit, self._failure = one_line(what), total, unit, failure
         self._echo, self._pause, self._always = echo or say, pause_s, always
         self._enabled = enabled and total > 0
-        self._on_terminal = self._enabled and sys.stderr.isatty()
+        self._on_terminal = self._enabled and on_terminal(sys.stderr)
         self._done = self._before = done
         self._failed = 0
         self._start = self._last = time.monotonic()
@@ -88,7 +93,7 @@ class Progress:
                 console=Console(stderr=True),
                 transient=_LINES.get() is not None,
                 # Results that go to a file must not be caught for the terminal.
-                redirect_stdout=sys.stdout.isatty(),
+                redirect_stdout=on_terminal(sys.stdout),
                 # A long window: steps that validate or save would make the estimate of a short one jump.
                 speed_estimate_period=600,
             )

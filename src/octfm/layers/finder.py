@@ -36,7 +36,7 @@ from octfm.models.layer_net import (
     in_channels_last,
     standardise,
 )
-from octfm.run.runtime import Runtime, device_named
+from octfm.run.runtime import Runtime, device_named, torch_defaults
 from octfm.volume.margins import inside_frame, without_marks, without_padding
 from octfm.volume.surface import best_path
 from octfm.volume.volume import Shape3, Spacing3, Volume
@@ -137,6 +137,7 @@ class LayerFinder:
         """Name and first digits of the hash, as stated in results."""
         return f"{self.name} {self.digest[:12]}"
 
+    @torch_defaults()
     @torch.no_grad()
     def find(self, volume: Volume) -> Layers:
         """Surfaces and lesions of every B-scan of a volume, each found separately; layout and laterality do not matter.
@@ -253,6 +254,7 @@ def network_size(shape: Shape3, spacing_mm: Spacing3) -> tuple[int, int]:
 
 
 @functools.cache
+@torch_defaults()
 def load_finder(name: str = CURRENT, device: str | torch.device | None = None) -> LayerFinder:
     """The packaged network of this name on a device. Raises CheckpointError if its file is damaged or missing."""
     from safetensors.torch import load

@@ -39,13 +39,14 @@ from octfm.run import checkpoint
 from octfm.run.folder import Identity, RunFolder, open_run, resume, volumes_digest
 from octfm.run.launch import join
 from octfm.run.loop import Interruption, Session, open_session, train
-from octfm.run.runtime import Runtime
+from octfm.run.runtime import Runtime, torch_defaults
 from octfm.run.trackers import open_trackers
 from octfm.run.tracking import Listener, require_listeners
 from octfm.store.loader import Loader, epoch_volumes
 from octfm.store.store import Store
 
 
+@torch_defaults()
 def pretrain(
     config: PretrainConfig,
     store: Store | None = None,

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 from octfm.errors import CheckpointError, Echo, Preempted
 from octfm.io import bucket
-from octfm.io.progress import Progress
+from octfm.io.progress import Progress, on_terminal
 from octfm.io.ranks import rank
 from octfm.run import checkpoint_files, shards
 from octfm.run.checkpoint_writer import CheckpointWriter, Retention
@@ -195,7 +195,7 @@ def train(training: Training, session: Session, interruption: "Interruption") ->
     session.echo, session.aloud = (interruption.heard(echo) for echo in (session.echo, session.aloud))
     session.waiting.start()
     # A bar on a terminal; elsewhere the lines of the training itself show how far it is.
-    shown = training.runtime.leads and sys.stderr.isatty()
+    shown = training.runtime.leads and on_terminal(sys.stderr)
     bar = Progress("training", training.steps, "steps", enabled=shown, always=True, done=training.step)
     try:
         with bar:

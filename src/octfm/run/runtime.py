@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
@@ -68,6 +68,25 @@ class RuntimeConfig(Config):
         if self.compile and self.parallel != "ddp":
             raise ValueError(f"compile true goes with parallel ddp (also on one device), got {self.parallel}")
         return self
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """torch as it is after its import. Its caller, such as a notebook, may have set another default dtype or device for
+    networks of its own, or turned gradients off or autocast on; all of that is as before when the context ends."""
+    dtype = torch.get_default_dtype()
+    with ExitStack() as undo:
+        if dtype != torch.float32:
+            undo.callback(torch.set_default_dtype, dtype)
+            torch.set_default_dtype(torch.float32)
+        if torch.get_default_device().type != "cpu":  # a context of a device makes every call slower
+            undo.enter_context(torch.device("cpu"))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                undo.enter_context(torch.autocast(kind, enabled=False))
+        undo.enter_context(torch.inference_mode(False))
+        undo.enter_context(torch.enable_grad())
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -519,7 +538,7 @@ def precision_on(device: torch.device, precision: Precision) -> Precision:
 
 
 def _warn(line: str) -> None:
-    if rank() == 0:
+    if rank() == 0 and sys.stderr is not None:
         sys.stderr.write(f"octfm: {line}\n")
 
 

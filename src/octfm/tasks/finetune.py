@@ -40,7 +40,7 @@ from octfm.run.checkpoint_writer import Retention
 from octfm.run.folder import Identity, Kind, RunFolder, git_state, open_run, resume, volumes_digest
 from octfm.run.launch import join
 from octfm.run.loop import Interruption, Session, open_session, train
-from octfm.run.runtime import Runtime, environment
+from octfm.run.runtime import Runtime, environment, torch_defaults
 from octfm.run.tracking import TrackingConfig
 from octfm.store.loader import Loader
 from octfm.store.selection import evenly, to_evaluate
@@ -68,6 +68,7 @@ class Task:
     """Whether participants to validate on were drawn, because val alone cannot choose an epoch."""
 
 
+@torch_defaults()
 def finetune(
     config: FinetuneConfig,
     out: str | Location,

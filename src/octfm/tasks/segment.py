@@ -28,7 +28,7 @@ from octfm.phantom.pathology import LESIONS
 from octfm.pretraining.resume import part_of
 from octfm.run import checkpoint
 from octfm.run.bucket import local_run
-from octfm.run.runtime import Runtime, start
+from octfm.run.runtime import Runtime, start, torch_defaults
 from octfm.store.layout import Arrays, StoreRow
 from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
@@ -212,6 +212,7 @@ class Fit:
         return value
 
 
+@torch_defaults()
 def load_segmenter(out: str | Location, device: str | torch.device | None = None) -> Segmenter:
     """Load the segmenter that `octfm segment` trained into this folder, or into this address in a bucket."""
     content = checkpoint.load(checkpoint.newest(local_run(out)))

@@ -23,6 +23,7 @@ from octfm.io.location import Location
 from octfm.run.checkpoint_writer import Retention
 from octfm.run.folder import Identity, Kind, open_run, resume, volumes_digest
 from octfm.run.loop import Interruption, Session, open_session, train
+from octfm.run.runtime import torch_defaults
 from octfm.run.tracking import TrackingConfig
 from octfm.store.selection import assert_disjoint_splits
 from octfm.store.store import Store
@@ -48,6 +49,7 @@ Predictor = Callable[[int], Segmentation]
 SEGMENTATION = Kind("segment", frozenset({"store"}), lambda settings, _: load(SegmentConfig, settings))
 
 
+@torch_defaults()
 def segment(
     config: SegmentConfig,
     out: str | Location,
