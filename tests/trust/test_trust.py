@@ -736,18 +736,31 @@ def test_words_say_inconclusive_wherever_a_claim_does_not_stand(judged):
     found = {**result["copies"], "near": [{"acquisitions": ["a", "b"]}]}
     assert words.findings({**result, "copies": found})[-1].tone == "bad"
     lost = {"target": "disease", "metric": "auroc", "scanner": None, "planned": True, "difference": -0.07, "low": -0.12}
-    lost |= {"high": -0.02, "verdict": "worse", "claim": "inconclusive"}
+    lost |= {"high": -0.02, "verdict": "worse", "claim": "inconclusive", "encoder": "run"}
+    by_scanner = [{**lost, "scanner": s, "planned": s != "c"} for s in "abc"]
     (held,) = (
         f.sentence
-        for f in words.findings({**result, "left_out_scanner": {"comparisons": [lost], "sentence": ""}})
+        for f in words.findings({**result, "left_out_scanner": {"comparisons": [*by_scanner, lost], "sentence": ""}})
         if f.section == "left-out"
     )
-    assert "not after Holm's correction: AUROC -0.07 (-0.12 to -0.02)" in held and "neither" not in held
+    assert (
+        "not after Holm's correction: AUROC -0.07 (-0.12 to -0.02), mean over 2 of 3 scanners" in held
+        and "neither" not in held
+    )
     one = {**found, "exact": [{}], "near": []}
     assert words.findings({**result, "copies": one})[-1].sentence.startswith("1 pair holds the same voxels and 0 more")
     few = [{**c, "planned": False} for c in result["subgroups"]["comparisons"][:1]]
     said = words.findings({**result, "subgroups": {**result["subgroups"], "comparisons": few, "sentence": None}})
     assert "No group has 10 participants per class." in [f.sentence for f in said]
+    few += [{**c, "planned": True} for c in few]
+    (said,) = (
+        f.sentence
+        for f in words.findings({**result, "subgroups": {"comparisons": few, "sentence": None}})
+        if f.section == "subgroups"
+    )
+    assert "1 more difference cannot be judged, with fewer than 10 participants per class." in said
+    searches = result["same_eye"]["retrieval"][0]["n_queries"]
+    assert f"In {searches:,} searches" in " ".join(f.sentence for f in words.findings(result))
 
 
 @pytest.mark.usefixtures("undrawn")

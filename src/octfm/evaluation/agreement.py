@@ -76,7 +76,8 @@ def spread(difference: np.ndarray, weights: np.ndarray | None = None, subject: n
     between, within, n0 = _one_way(subject, difference, _weights(difference, weights))
     repeated = np.isfinite(within)
     within = np.where(repeated, within, 0)
-    return np.sqrt(np.where(repeated, within + np.maximum(0, ratio(between - within, n0)), between))
+    # Where visits differ more than subjects, the second term is negative; without it the sum would be too large.
+    return np.sqrt(np.where(repeated, within + ratio(between - within, n0), between))
 
 
 def limits(

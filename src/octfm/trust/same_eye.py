@@ -185,12 +185,12 @@ def _retrieval(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     results, boots = [], {}
     images = [*study.images(), *(e for e in study.encoders if e.name == "tissue_map")]
     for encoder in images:
-        ranks, participant_ranks, sizes = _ranks(study, encoder, rows, queries)
+        ranks, participant_ranks, right, wrong = _ranks(study, encoder, rows, queries)
         row = {
             "encoder": encoder.name,
             "n_queries": len(queries),
             "n_participants": len(np.unique(person)),
-            "median_gallery": float(np.median(sizes)),
+            "median_gallery": float(np.median(wrong + 1)),
             "median_rank": float(np.median(ranks)),
         }
         measures = {"reciprocal_rank": 1 / ranks, "first": ranks == 1, "same_participant_first": participant_ranks == 1}
@@ -200,11 +200,7 @@ def _retrieval(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
             row[name] = estimate(boot)
             if name == "reciprocal_rank":
                 boots[encoder.name] = boot
-        # By chance, every rank in the gallery is equally likely.
-        row["chance"] = {
-            "first": float(np.mean(1 / sizes)),
-            "reciprocal_rank": float(np.mean([np.mean(1 / np.arange(1, n + 1)) for n in sizes])),
-        }
+        row["chance"] = _chance(right, wrong)
         results.append(row)
     compared = []
     for name, boot in boots.items():
@@ -216,23 +212,38 @@ def _retrieval(study: Study) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
 
 def _ranks(
     study: Study, encoder: Embeddings, rows: np.ndarray, queries: Sequence[tuple[int, str]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per query: rank of the same eye, rank of the first scan of the same participant, and gallery size."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Per query: rank of the first scan of the same eye, and of the same participant, among scans of others; number of
+    scans of the same eye, and of other scans."""
     data, unit = study.data, unit_vectors(encoder, study)
     gallery = {scanner: rows[data.scanner[rows] == scanner] for scanner in study.scanners}
-    ranks, participant_ranks, sizes = [], [], []
+    ranks, participant_ranks, right, wrong = [], [], [], []
     for i, scanner in queries:
         candidates = gallery[scanner]
         similarity = cosines(unit[candidates], unit[i])
         same_eye = data.eye_id[candidates] == data.eye_id[i]
         same_person = data.participant[candidates] == data.participant[i]
         for correct, found in ((same_eye, ranks), (same_person, participant_ranks)):
-            # Ties count half, so that an encoder with constant vectors scores at chance.
+            # Ties count half, so that constant vectors find an eye in the middle.
             best = similarity[correct].max()
             found.append(1 + (similarity[~correct] > best).sum() + (similarity[~correct] == best).sum() / 2)
-        # Several scans of the right eye count as one candidate.
-        sizes.append(int((~same_eye).sum()) + 1)
-    return np.array(ranks, float), np.array(participant_ranks, float), np.array(sizes)
+        right.append(int(same_eye.sum()))
+        wrong.append(int((~same_eye).sum()))
+    return np.array(ranks, float), np.array(participant_ranks, float), np.array(right), np.array(wrong)
+
+
+def _chance(right: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
+    """What random vectors would score: the first of `right` scans among `wrong` others, each [queries]."""
+    galleries, times = np.unique(np.stack([right, wrong], axis=1), axis=0, return_counts=True)
+    share = np.zeros(wrong.max() + 1)
+    for (m, n), weight in zip(galleries.tolist(), times / times.sum(), strict=True):
+        hit = m / (m + n - np.arange(n + 1))  # at a rank, if none of the scans before was right
+        share[: n + 1] += weight * hit * np.cumprod(np.append(1, 1 - hit[:-1]))
+    return {
+        "first": float(share[0]),
+        "reciprocal_rank": float((share / np.arange(1, len(share) + 1)).sum()),
+        "median_rank": float(1 + np.searchsorted(share.cumsum(), 0.5 - 1e-9)),
+    }
 
 
 def unit_vectors(encoder: Embeddings, study: Study) -> np.ndarray:

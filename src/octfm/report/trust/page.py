@@ -122,7 +122,7 @@ def _left_out(result: dict[str, Any]) -> dict[str, Any]:
     own = [r for r in part["results"] if r["encoder"] == reference]
     caption = (
         "The same tested participants of each scanner, with four training sets of the probe. Hollow: too few for an "
-        "interval."
+        "interval and left out of the mean."
     )
     series = list(regimes)
     for target in dict.fromkeys(r["target"] for r in own):

@@ -123,9 +123,14 @@ def _left_out(result: dict[str, Any]) -> Finding:
         if c["verdict"] != "inconclusive":
             neither = "the interval of the change excludes 0, but not after Holm's correction"
         what = {"worse": "it loses", "better": "it gains", "inconclusive": neither}
+        asked = (c["target"], c["encoder"])
+        alike = [o for o in part["comparisons"] if o["scanner"] is not None and (o["target"], o["encoder"]) == asked]
+        # Scanners with too few participants are left out of the mean.
+        counted = sum(o["planned"] for o in alike)
+        over = f"{counted} of {len(alike)} " if counted < len(alike) else ""
         parts.append(
-            f"In {target(c['target'])} {what[c['claim']]}: {change}, mean over scanners, against a probe fitted on as "
-            "many participants of the tested scanner."
+            f"In {target(c['target'])} {what[c['claim']]}: {change}, mean over {over}scanners, against a probe fitted "
+            "on as many participants of the tested scanner."
         )
     if single:
         on = _list([f"{readable(c['scanner'])} ({target(c['target'])}, {_gap(c)})" for c in lost])
@@ -201,8 +206,9 @@ def _same_eye(result: dict[str, Any]) -> list[Finding]:
     if own:
         chance, gallery = own["chance"]["first"], own["median_gallery"]
         text = (
-            f"Of {own['n_queries']} scans, a share of {interval(own['first'])} have the same eye first among the "
-            f"tested scans of another scanner (by chance {chance:.3f} of a median {gallery:.0f}); median rank "
+            f"In {own['n_queries']:,} searches for the eye of a tested scan among those of another "
+            f"scanner, a share of {interval(own['first'])} find it first (by chance {chance:.3f}, among a median of "
+            f"{gallery:.0f}); median rank "
             f"{own['median_rank']:g}."
         )
         text, tone = _against(text, [c for c in part["comparisons"] if c["metric"] == "reciprocal_rank"])
@@ -242,9 +248,7 @@ def _subgroups(result: dict[str, Any]) -> Finding:
         )
     text += "."
     if silent:
-        has, it = ("has", "it") if silent == 1 else ("have", "them")
-        text += f" {number(silent, 'more group')} {has} fewer than 10 participants per class, so nothing can be said "
-        text += f"about {it}."
+        text += f" {number(silent, 'more difference')} cannot be judged, with fewer than 10 participants per class."
     if not stands:
         text += " That is no proof of fairness: there may be gaps as large as the intervals are wide."
     tone: Tone = "worse" if any(c["claim"] == "worse" for c in stands) else "inconclusive"
