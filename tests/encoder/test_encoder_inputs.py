@@ -184,7 +184,10 @@ def test_what_is_no_scan_is_named(encoder, scans):
         (lambda: octfm.segment(np.zeros((2, 64, 32), np.uint8)), "expected the path of a scan, got ndarray; octfm.Vol"),
         (lambda: octfm.read_volume(["a.dcm"]), "expected the path of a scan, got list"),
         (lambda: octfm.pretrain("vit_s", None), "config: expected a PretrainConfig, got str; octfm.load_config"),
-        (lambda: octfm.pretrain(octfm.load_config("vit_s"), "a"), r"expected a Store, got a path; .*Store.open\(path\)"),
+        (
+            lambda: octfm.pretrain(octfm.load_config("vit_s"), "a"),
+            r"expected a Store, got a path; .*Store.open\(path\)",
+        ),
         (lambda: octfm.load_encoder(device="cpu").prepare("a.dcm"), "expected a Volume, got str; octfm.read_volume"),
         (lambda: octfm.Preprocessing()("a.dcm"), "expected a Volume, got str; octfm.read_volume"),
         (lambda: octfm.prepare("a", "b", octfm.Preprocessing()), "expected a Catalog, got str; octfm.Catalog.load"),
