@@ -11,7 +11,8 @@ import pytest
 
 import octfm
 from octfm.catalog.participants.ids import person_key
-from octfm.errors import ConfigError, EvaluationError
+from octfm.cli import segment_scans
+from octfm.errors import ConfigError, EvaluationError, ExportError
 from octfm.layers.axial_lengths import read_axial_lengths
 from octfm.layers.finder import LayerFinder
 from octfm.layers.rows import read_table, row_of, save_table
@@ -118,10 +119,16 @@ def test_lengths_of_nobody_here_end_the_command(eyes, tmp_path, small_finder):
     assert alone.exit_code == 0 and "for an axial length of 25 mm" in alone.output
 
 
-def test_a_scan_that_was_measured_but_not_written_is_not_all_of_them(eyes, tmp_path, small_finder):
+def test_a_scan_that_was_measured_but_not_written_is_not_all_of_them(eyes, tmp_path, small_finder, monkeypatch):
     """Of two scans the one without a length is refused as it is written; the other has its own length."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / f"{Path(eyes[2]).stem}_labels.json").write_text("{}")  # of another scan
+    write_files = segment_scans.write_files
+
+    def write(*given, **options):
+        if Path(eyes[2]).stem in (*given, *options.values()):
+            raise ExportError("cannot be written")
+        return write_files(*given, **options)
+
+    monkeypatch.setattr(segment_scans, "write_files", write)
     given = biometry(tmp_path, "participant_id,axial_length_mm\n1001,25\n")
     shown = invoke("segment", eyes[0], eyes[2], "--out", tmp_path / "out", "--axial-length", given)
     assert shown.exit_code == 1 and "1 of 2 scans could not be read or written" in shown.output

@@ -317,6 +317,8 @@ def test_a_verb_that_is_terminated_ends_as_by_ctrl_c(signals, repeated_s, printe
     body = f"""
 import atexit, signal
 from octfm.cli import main
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)  # whoever started the tests may ignore them
 def work(**_):
     try:
         {first}
