@@ -1,6 +1,7 @@
 """What octfm segment says about zones: why they are blank, and the device's own beside them."""
 
 import json
+import sys
 import unicodedata
 from dataclasses import replace
 from types import SimpleNamespace
@@ -446,6 +447,10 @@ def test_results_that_cannot_be_written_are_refused_before_a_scan_is_segmented(t
     monkeypatch.setattr("octfm.cli.segment_scans.segment_scan", lambda *_, **__: pytest.fail("it was segmented"))
     done = invoke("segment", scan, "--out", tmp_path / "found", "--dicom")
     assert "eye.npz: no DICOM file on this disk" in str(done.exception)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "highdicom", None)
+        done = invoke("segment", scan, "--out", tmp_path / "found", "--dicom")
+    assert "DICOM export needs highdicom" in str(done.exception)
     (tmp_path / "found").mkdir()
     (tmp_path / "found" / "eye_labels.json").write_text('{"scan": "of another"}', encoding="utf-8")
     done = invoke("segment", scan, "--out", tmp_path / "found")

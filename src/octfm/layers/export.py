@@ -116,9 +116,10 @@ def expect_writable_for(
     volume: Volume, folder: Path, stem: str, *, dicom: bool = False, limits: Limits | None = None
 ) -> None:
     """Raise, before a scan is segmented, what `write_files` would raise because the folder has results of another scan,
-    or because this one is no DICOM file that holds the whole volume."""
+    because this one is no DICOM file that holds the whole volume, or because highdicom is not installed."""
     require_own(folder, stem, volume)
     if dicom:
+        _highdicom()
         within(limits, partial(_expect_dicom, shape=volume.shape), volume.source)
 
 
@@ -200,14 +201,12 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     paths. Raises EvaluationError without highdicom, and ExportError if the source is no DICOM file on this disk, does
     not hold the whole volume or has no geometry.
     """
-    try:
-        import highdicom
-        from pydicom import dcmread
-    except ImportError:
-        raise EvaluationError("DICOM export needs highdicom: pip install 'octfm[export]'") from None
+    from pydicom import dcmread
+
     from octfm.formats.declared import declared_for_dicom
     from octfm.formats.dicom.reader import read_geometry_of
 
+    highdicom = _highdicom()
     source, folder = Path(source), local_path(folder)
     stem = stem or source.stem
     labels, meaning = label_map(found)
@@ -251,6 +250,15 @@ def write_dicom(found: Segmentation, source: str | Path, folder: str | Path, ste
     stored = np.empty_like(heights)
     stored[:, order] = rows - 1 - heights if flipped else heights
     return [target, _height_map(highdicom, image, seg, found, stored, folder / f"{stem}_heights.dcm")]
+
+
+def _highdicom() -> Any:
+    """The package that writes SEG and height maps. Raises EvaluationError without it."""
+    try:
+        import highdicom
+    except ImportError:
+        raise EvaluationError("DICOM export needs highdicom: pip install 'octfm[export]'") from None
+    return highdicom
 
 
 def _expect_dicom(source: str | Path, shape: Shape3) -> Shape3:
