@@ -9,6 +9,6 @@ with suppress(FileNotFoundError):  # the current folder has been deleted; Python
     if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109
         del sys.path[0]
 
-from octfm.cli.main import main
+from octfm.cli import run
 
-main()
+run()

@@ -14,7 +14,7 @@ from octfm.config import load
 from octfm.display import duration
 from octfm.pretraining.preflight import cohort, data, examine, objective, resources
 from octfm.pretraining.preflight.check import passed
-from octfm.pretraining.preflight.cost import Speed, step_cost
+from octfm.pretraining.preflight.cost import step_cost
 from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.run.runtime import Runtime, start
 from octfm.store.phantoms import PhantomConfig
@@ -194,7 +194,7 @@ def test_estimating_leaves_no_trace_in_the_random_state(store):
 def test_F8_a_store_that_is_slower_than_the_device_is_named(store, monkeypatch):
     """6 to 10 minutes per volume from a bucket: validation was logged, a training metric never came."""
     sample = data.read_sample(config(), store, select(store, "train"))
-    monkeypatch.setattr(resources, "measure_speed", lambda *words: Speed(1e12, 1e12, 1e9))
+    monkeypatch.setattr(resources, "step_seconds", lambda *words: 0.001)
     slow = resources.forecast(config(steps=1000), store, start("fp32", "cpu"), replace(sample, volumes_per_s=1 / 480))
     assert slow.status == "WARN" and "the device would wait 100% of the time" in slow.measured
     assert "1,000 steps take about 22.2 days" in slow.measured

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 import octfm
+from octfm import cli
 from octfm.cli.main import SPINS
 from octfm.cli.options import is_named_as_file
 from octfm.encoder import embed_files
@@ -341,6 +342,19 @@ def test_a_verb_under_nohup_goes_on():
     body = "main.app = lambda **_: signal.raise_signal(signal.SIGHUP); main.main()"
     ignored = "import signal; from octfm.cli import main; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     assert subprocess.run([sys.executable, "-c", f"{ignored}; {body}"]).returncode == 0
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line(monkeypatch, capsys):
+    class Impatient:
+        def find_spec(self, name, *_):
+            if name == "octfm.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "octfm.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Impatient(), *sys.meta_path])
+    with pytest.raises(SystemExit, match="^130$"):
+        cli.run()
+    assert capsys.readouterr().err == "octfm: interrupted before it began\n"
 
 
 @pytest.mark.parametrize("raised", [typer.Abort, KeyboardInterrupt])

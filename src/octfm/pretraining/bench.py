@@ -14,7 +14,7 @@ from octfm.models.token_map import token_grid
 from octfm.pretraining.data import training_rows
 from octfm.pretraining.inputs import draw
 from octfm.pretraining.learner import Learner
-from octfm.pretraining.preflight.cost import GB, measure_speed
+from octfm.pretraining.preflight.cost import GB, product_flops_per_s
 from octfm.pretraining.preflight.resources import cost_on
 from octfm.pretraining.settings import PretrainConfig, in_steps
 from octfm.pretraining.step import accumulate
@@ -187,7 +187,7 @@ def _trial(
             trouble=f"does not fit: {cost.peak_bytes / GB:.1f} GB estimated, {runtime.free_memory_gb():.1f} GB free",
         )
     # Before and after: other work on the machine may slow one of them down.
-    peak = measure_speed(runtime, config, preprocessing).flops_per_s
+    peak = product_flops_per_s(runtime, config, preprocessing)
     learner = Learner(config, preprocessing, runtime)
     # A rate so low that random weights stay finite; an update takes as long at any rate.
     learner.set_rates(1e-6, 0.0, 0.999)
@@ -212,7 +212,7 @@ def _trial(
         runtime.release()
     # One micro-batch was timed; a step has several, and a single update.
     step_s = micro_steps * statistics.median(passes[1:]) + statistics.median(updates[1:])
-    peak = max(peak, measure_speed(runtime, config, preprocessing).flops_per_s)
+    peak = max(peak, product_flops_per_s(runtime, config, preprocessing))
     return replace(trial, step_s=step_s, volumes_per_s=data.global_batch_size / step_s, mfu=cost.flops / step_s / peak)
 
 

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octfm.models.objectives.objective import Objective, ObjectiveOutput, View
 from octfm.models.token_map import token_grid
-from octfm.models.vit3d import TokenIndex, count_parameters
+from octfm.models.vit3d import TokenIndex, VisionTransformer3D, count_parameters
 from octfm.pretraining import augment
 from octfm.pretraining.inputs import view_of
-from octfm.pretraining.learner import blueprint
+from octfm.pretraining.learner import blueprint, grid_of
 from octfm.pretraining.settings import PretrainConfig
 from octfm.run.runtime import Runtime
 from octfm.volume.preprocessing import Preprocessing
@@ -206,24 +206,25 @@ class _Ledger(TorchDispatchMode):
         self.live -= size
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Measured rates of this device; measuring takes a tenth of a second."""
+def step_seconds(cost: Cost, runtime: Runtime, config: PretrainConfig, preprocessing: Preprocessing) -> float:
+    """Forecast of one step on this device; measuring its rates takes a tenth of a second, on CPUs of large models more.
 
-    flops_per_s: float
-    bytes_per_s: float
-    kernels_per_s: float
-
-    def seconds(self, cost: Cost) -> float:
-        """Forecast of one step: products, memory traffic (each written byte was also read twice) and launches."""
-        return (
-            cost.flops / self.flops_per_s + 3 * cost.moved_bytes / self.bytes_per_s + cost.kernels / self.kernels_per_s
-        )
+    On a CPU: the rate at which a network of one block with the run's own widths and number of tokens goes forward and
+    backward, elementwise work included. Elsewhere: products, memory traffic (each written byte was also read twice) and
+    launches, one after the other."""
+    if runtime.device.type == "cpu":
+        return cost.flops / block_flops_per_s(runtime, config, preprocessing)
+    block = torch.zeros(4_000_000, device=runtime.device)
+    one = torch.zeros(1, device=runtime.device)
+    bytes_per_s = 3 * block.nbytes * _rate(lambda: block + block)
+    kernels_per_s = 20 * _rate(lambda: [one + one for _ in range(20)][-1])
+    products = cost.flops / product_flops_per_s(runtime, config, preprocessing)
+    return products + 3 * cost.moved_bytes / bytes_per_s + cost.kernels / kernels_per_s
 
 
 @torch.no_grad()
-def measure_speed(runtime: Runtime, config: PretrainConfig, preprocessing: Preprocessing) -> Speed:
-    """Rates of this device for products of the run's own shape and of the runtime's precision."""
+def product_flops_per_s(runtime: Runtime, config: PretrainConfig, preprocessing: Preprocessing) -> float:
+    """This device's rate for products of the run's own shape and of the runtime's precision."""
     grid = token_grid(preprocessing.image_size, config.model.patch_size)
     width, tokens = config.model.width, config.masks.counts(grid)[0] * config.data.per_device_batch_size
     dtype = torch.bfloat16 if runtime.precision == "bf16" else torch.float32
@@ -231,13 +232,28 @@ def measure_speed(runtime: Runtime, config: PretrainConfig, preprocessing: Prepr
     random = torch.Generator().manual_seed(0)
     shapes = (rows, width), (width, 4 * width)
     a, b = (torch.randn(shape, generator=random).to(runtime.device, dtype) for shape in shapes)
-    block = torch.zeros(4_000_000, device=runtime.device)
-    one = torch.zeros(1, device=runtime.device)
-    return Speed(
-        flops_per_s=2 * prod((rows, width, 4 * width)) * _rate(lambda: a @ b),
-        bytes_per_s=3 * block.nbytes * _rate(lambda: block + block),
-        kernels_per_s=20 * _rate(lambda: [one + one for _ in range(20)][-1]),
-    )
+    return 2 * prod((rows, width, 4 * width)) * _rate(lambda: a @ b)
+
+
+def block_flops_per_s(runtime: Runtime, config: PretrainConfig, preprocessing: Preprocessing) -> float:
+    """The CPU's rate, in operations of products and attention, for an encoder of one block, forward and backward."""
+    grid = grid_of(preprocessing, config.model.patch_size)
+    tokens, model = config.masks.counts(grid.shape)[1], config.model.model_copy(update={"depth": 1, "summary": 0})
+    with torch.random.fork_rng(devices=[]):
+        network = VisionTransformer3D(model, grid)
+    patches = torch.zeros(1, tokens, prod(model.patch_size))
+    index = torch.arange(tokens).unsqueeze(0)
+    weights = sum(p.numel() for p in network.parameters() if p.ndim == 2)
+    # Attention's two products, and five in its backward pass.
+    flops = 6 * tokens * weights + 7 * 2 * tokens**2 * model.width
+
+    def forward_and_backward() -> torch.Tensor:
+        with runtime.autocast():
+            loss = network(patches, index).float().sum()
+        loss.backward()
+        return loss
+
+    return flops * _rate(forward_and_backward)
 
 
 def _rate(work) -> float:

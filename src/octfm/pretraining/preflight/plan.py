@@ -12,7 +12,7 @@ from octfm.display import duration
 from octfm.errors import StoreError
 from octfm.io.progress import Progress
 from octfm.pretraining.data import training_rows
-from octfm.pretraining.preflight.cost import measure_speed
+from octfm.pretraining.preflight.cost import block_flops_per_s
 from octfm.pretraining.preflight.data import arithmetic, patches_tile
 from octfm.pretraining.preflight.resources import micro_batches, step_time
 from octfm.pretraining.settings import PretrainConfig, load_config
@@ -226,11 +226,11 @@ def _candidate(preset: str, store: Store, volumes: int, runtime: Runtime, reads:
 
 
 def _faster_precision(config: PretrainConfig, store: Store, runtime: Runtime) -> Precision:
-    """The preset's, or fp32 where this device lacks bf16 or multiplies faster in fp32, as many CPUs do."""
+    """The preset's, or fp32 where this device lacks bf16 or is faster in fp32, as many CPUs do."""
     if runtime.device.type != "cpu":
         return config.precision if config.precision == "fp32" else runtime.precision
 
     def rate(precision: Precision) -> float:
-        return measure_speed(replace(runtime, precision=precision), config, store.preprocessing).flops_per_s
+        return block_flops_per_s(replace(runtime, precision=precision), config, store.preprocessing)
 
     return config.precision if config.precision == "fp32" or rate("bf16") >= rate("fp32") else "fp32"

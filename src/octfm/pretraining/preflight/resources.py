@@ -10,7 +10,7 @@ from octfm.models.vit3d import count_parameters
 from octfm.pretraining.initial_weights import Initial, begin_with, is_query, read_initial
 from octfm.pretraining.learner import blueprint, build_objective
 from octfm.pretraining.preflight.check import Check, fail, fail_with, passed, warn
-from octfm.pretraining.preflight.cost import GB, Cost, measure_speed, step_cost
+from octfm.pretraining.preflight.cost import GB, Cost, step_cost, step_seconds
 from octfm.pretraining.preflight.data import Sample
 from octfm.pretraining.resume import retention
 from octfm.pretraining.settings import PretrainConfig
@@ -165,7 +165,7 @@ def step_time(config: PretrainConfig, preprocessing: Preprocessing, runtime: Run
     data = config.data
     micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
     cost = cost_on(runtime, config, preprocessing, data.per_device_batch_size, micro_steps)
-    return measure_speed(runtime, config, preprocessing).seconds(cost), cost
+    return step_seconds(cost, runtime, config, preprocessing), cost
 
 
 def forecast(config: PretrainConfig, store: Store, runtime: Runtime, sample: Sample) -> Check:
