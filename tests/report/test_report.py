@@ -701,7 +701,7 @@ def test_a_matplotlibrc_changes_no_chart():
         with canvas("k", 3, 2) as (figure, axes):
             axes.plot([1, 2])
             axes.set_xlabel("a_b")
-            return to_svg(figure, "k", "")
+            return to_svg(figure, "")
 
     own = drawn()
     with mpl.rc_context({"text.usetex": True, "font.size": 30, "lines.linewidth": 9}):

@@ -204,10 +204,9 @@ def _distribution(
     measure: Callable[[Acquisition], Sequence[float]],
 ) -> Chart:
     scanners = sorted({a.scanner for a in acquisitions})
-    key = f"{title}-{axis}".lower()
     unit = "µm" if title == "Spacing" else "mm"
     spoken, every = [], []
-    with canvas(key, 4.2, 0.8 + 0.34 * len(scanners)) as (figure, axes):
+    with canvas(f"{title} {axis}", 4.2, 0.8 + 0.34 * len(scanners)) as (figure, axes):
         for i, scanner in enumerate(scanners):
             values = Counter(float(f"{measure(a)[axis]:.3g}") for a in acquisitions if a.scanner == scanner)
             size = [14 + 90 * n / max(values.values()) for n in values.values()]
@@ -224,7 +223,7 @@ def _distribution(
         axes.set_yticks(range(len(scanners)), [plain(scanner) for scanner in scanners])
         axes.set_ylim(len(scanners) - 0.5, -0.5)
         axes.set_xlabel(unit)
-        svg = to_svg(figure, key, f"{name}: " + "; ".join(spoken))
+        svg = to_svg(figure, f"{name}: " + "; ".join(spoken))
     return Chart(name[0].upper() + name[1:], caption, svg)
 
 
