@@ -35,6 +35,7 @@ READABLE = {
     "cst_um": "central retinal thickness",
 }
 
+SIDES = {"R": "right", "L": "left"}
 EYES = {"R": "right eye", "L": "left eye", None: "eye unknown"}
 """What is shown of a laterality."""
 

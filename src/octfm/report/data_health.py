@@ -15,7 +15,7 @@ import numpy as np
 from octfm.catalog.acquisition import FLAGS, Acquisition, Reject
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.splits import SPLITS
-from octfm.display import EYES, readable
+from octfm.display import EYES, SIDES, readable
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.reasons import REASONS
@@ -48,7 +48,6 @@ AUDITED = (
 """Flags of the audit, the most serious first."""
 SHOWN = 24
 """Rows of the page's table."""
-SIDES = {"R": "right", "L": "left"}
 OF_A_READER = "raised by a reader of your own"
 """What is said of flags that octfm does not have."""
 

@@ -13,7 +13,7 @@ from matplotlib import colormaps
 from matplotlib.colors import LinearSegmentedColormap
 from PIL import Image
 
-from octfm.display import coded, readable
+from octfm.display import SIDES, coded, readable
 from octfm.errors import EvaluationError
 from octfm.io.location import Location
 from octfm.report.images import Picture, front, shown_spacing
@@ -105,7 +105,7 @@ def view_facts(volume: Volume, scene: Scene, axial_length_mm: float | None = Non
     facts = [
         ("Scanner", readable(volume.scanner)),
         ("Protocol", readable(volume.protocol)),
-        ("Eye", {"R": "right", "L": "left"}.get(volume.laterality or "", "unknown")),
+        ("Eye", SIDES.get(volume.laterality or "", "unknown")),
         ("B-scans × rows × A-scans", " × ".join(f"{n:,}" for n in scene.voxels.shape)),
         ("Millimetres", f"unknown: {WHY}"),
     ]
