@@ -300,13 +300,11 @@ class Encoder:
     def _vector(self, tokens_BMD: Tensor, counts_BM: Tensor, index_BM: Tensor) -> Tensor:
         return self.network.vector(tokens_BMD, counts_BM, index_BM, self.config.objective.pool).float()
 
-    @torch_defaults()
-    @torch.inference_mode()
     def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
         """The input of heads: tokens within training's budget, float32 [B, M, width], and which are tissue, bool [B,
         M]."""
         chosen, tissue = self.select(arrays)
-        return self._encode(arrays.voxels, self.runtime.tensor(chosen)).cpu().numpy(), tissue
+        return self.some_tokens(arrays.voxels, chosen), tissue
 
     def select(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
         """Select tokens for heads as training does, a fixed number per volume; vectors do not depend on this choice.
