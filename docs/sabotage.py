@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from octfm.demo.sabotage import SABOTAGE, SABOTAGED_AT, run_sabotage
+from octfm.demo.sabotage import SABOTAGED_AT, run_sabotage
 from octfm.pretraining.monitors.sabotage import NAMES
 from octfm.run.tracking import read_metrics
 
@@ -26,7 +26,7 @@ UNHARMED = "masked_over_baseline"
 
 def main(folder: Path, out: Path) -> None:
     figure = Figure(figsize=(11, 7), dpi=80, layout="constrained")
-    for axes, name in zip(figure.subplots(2, 2).flat, SABOTAGE, strict=True):
+    for axes, name in zip(figure.subplots(2, 2).flat, NAMES, strict=True):
         if not (folder / f"report-{name}.html").is_file():
             run_sabotage(name, folder)
         draw(axes, name, list(read_metrics(folder / f"run-{name}" / "metrics.jsonl")))

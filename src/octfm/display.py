@@ -11,11 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from octfm.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 BOX = "font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;max-width:56em;overflow-x:auto;text-align:left"
 CELL = "text-align:left;vertical-align:top;padding:2px 14px 2px 0;border:0;overflow-wrap:break-word;max-width:34em"
@@ -32,6 +35,7 @@ READABLE = {
     "cst_um": "central retinal thickness",
 }
 
+SIDES = {"R": "right", "L": "left"}
 EYES = {"R": "right eye", "L": "left eye", None: "eye unknown"}
 """What is shown of a laterality."""
 
@@ -193,15 +197,21 @@ def picture(
         for x in range(shown[0] - 1):
             if np.isfinite(y[x : x + 2]).all():
                 draw.line([(x, y[x]), (x + 1, y[x + 1])], fill=LINES[place % len(LINES)])
-    content = io.BytesIO()
     # In 64 colours: a third of the bytes, which stay in every notebook that shows it.
-    image.quantize(64).save(content, "PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}", what
+    return f"data:image/png;base64,{coded(image.quantize(64), format='PNG', optimize=True)}", what
 
 
-def stretched(values: np.ndarray) -> np.ndarray:
-    """uint8 [H, W] of numbers whose first and last percent become black and white, so that vessel shadows show."""
-    low, high = np.percentile(values, (1, 99))
+def coded(image: "Image", **options: Any) -> str:
+    """An image file in base64; `options` are those of its `save`."""
+    content = io.BytesIO()
+    image.save(content, **options)
+    return base64.b64encode(content.getvalue()).decode()
+
+
+def stretched(values: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
+    """uint8 [H, W] of numbers whose first and last percent (`among` others) become black and white, so that vessel
+    shadows show."""
+    low, high = np.percentile(values if among is None else among, (1, 99))
     return np.clip(255 * (values - low) / max(float(high - low), 1e-6), 0, 255).astype(np.uint8)
 
 
@@ -234,7 +244,7 @@ def drawing(style: Mapping[Any, Any]) -> Iterator[None]:
 def markdown(text: str, links: bool = False) -> str:
     """One line that neither ends a cell of a Markdown table nor opens an HTML element, whatever the text contains; nor,
     unless `links`, for what the card's author states, a link with words of its own, an image or emphasis."""
-    text = one_line(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = escape(one_line(" ".join(text.split())), quote=False)
     return re.sub(r"[|]" if links else r"[\\`*~\[\]|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)  # a_b stays
 
 

@@ -12,11 +12,12 @@ import pytest
 from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.labels import read_labels
-from octfm.demo import SABOTAGE, clinic, own_scans, run, run_demo, run_sabotage, stages
+from octfm.demo import clinic, own_scans, run, run_demo, run_sabotage, stages
 from octfm.demo.questions import find_questions
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.layers import sample
 from octfm.phantom import phantom_volume, write_phantom
+from octfm.pretraining.monitors.sabotage import NAMES
 from octfm.store.store import Store
 from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
@@ -368,7 +369,7 @@ def test_a_question_to_ones_own_scans_is_answered(quick, tmp_path, short):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", SABOTAGE)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_planted_fault_is_named_live(quick, name):
     said: list[str] = []
     report = run_sabotage(name, quick[0], echo=said.append)

@@ -22,7 +22,7 @@ from octfm.encoder.embed import (
     write_vectors,
 )
 from octfm.encoder.embeddings import align, read_embeddings
-from octfm.encoder.encoder import content_of, load_encoder, seen_by
+from octfm.encoder.encoder import load_encoder, opened, seen_by
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
 from octfm.io.hashing import keyed_hash
 from octfm.models.token_map import TISSUE, TooFewTokens, tissue_index, token_map
@@ -303,7 +303,7 @@ def test_whom_the_encoder_has_seen(run):
 
 def test_whom_the_encoder_has_seen_is_known_under_the_id_of_another_scanner(run, monkeypatch):
     """As where the pretraining's files write P001 and those of the evaluation p-1."""
-    content = content_of(run)
+    content = opened(run)[1]
     assert all(map(seen_by(run), ("p-1", "0001", "sub-001"))) and not seen_by(run)("p-11")
     # As checkpoints were before: hashes of the ids alone.
     people, key = ["P001", "MRN-12", "1001", "1-11"], content["participants"]["key"]

@@ -17,7 +17,7 @@ from octfm.catalog.participants.safe_values import is_known_name
 from octfm.config import load
 from octfm.encoder import onnx_graph
 from octfm.encoder.embed_files import embed_files
-from octfm.encoder.encoder import assemble, load_encoder, participants_of, preprocessing_of, seen_by
+from octfm.encoder.encoder import assemble, load_encoder, opened, participants_in, preprocessing_of, seen_by
 from octfm.encoder.export import export
 from octfm.encoder.tuned import load_tuned
 from octfm.errors import CheckpointError, ConfigError, EvaluationError
@@ -108,7 +108,7 @@ np.save({str(tmp_path / "grid.npy")!r}, module(torch.full((2, 1, 8, 64, 32), 90,
     mine = load_encoder(tmp_path / "mine")
     assert mine.key != load_encoder(folder).key
     np.testing.assert_array_equal(mine.embed(volume), module.encoder.embed(volume))
-    assert participants_of(tmp_path / "mine") == participants_of(folder)
+    assert participants_in(*opened(tmp_path / "mine")) == participants_in(*opened(folder))
 
 
 def test_it_remembers_whom_it_has_seen_and_names_nobody(run, folder, store, labels, tmp_path):

@@ -380,11 +380,6 @@ def test_a_config_may_ask_for_a_warning_only(store, tmp_path):
     assert error is None and [what for _, what in named(said, 0)].count("teacher frozen") >= 2
 
 
-def test_an_unknown_fault_is_refused():
-    with pytest.raises(ConfigError, match="teacher-frozen, context-unmasked"), sabotage("gremlins", 3):
-        pass
-
-
 def act(state, finding, step, names=(), **settings):
     return recovery.respond(HealthConfig(**settings), finding, step, state, names, volumes=100)
 

@@ -572,7 +572,8 @@ def test_health_and_training_are_told_by_their_last_rows_the_worst_first():
 
 
 def test_a_note_on_one_encoder_names_it():
-    rows = [{"target": "a", "metric": "auroc", "encoder": e, "estimate": 0.5, "note": None} for e in ("x", "y")]
+    known = {"target": "a", "metric": "auroc", "estimate": 0.5, "note": None, "n_test_participants": 40}
+    rows = [known | {"encoder": name} for name in ("x", "y")]
     (row,) = score_rows([rows[0], {**rows[1], "note": "Below guessing."}], ["x", "y"])
     assert row["notes"] == ["y: Below guessing."]
     (row,) = score_rows([{**r, "note": "Below guessing."} for r in rows], ["x", "y"])
@@ -700,7 +701,7 @@ def test_a_matplotlibrc_changes_no_chart():
         with canvas("k", 3, 2) as (figure, axes):
             axes.plot([1, 2])
             axes.set_xlabel("a_b")
-            return to_svg(figure, "k", "")
+            return to_svg(figure, "")
 
     own = drawn()
     with mpl.rc_context({"text.usetex": True, "font.size": 30, "lines.linewidth": 9}):

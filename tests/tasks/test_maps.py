@@ -59,7 +59,7 @@ def seen(run, store):
     """Encoder, one volume, its tokens, their kinds and a basis."""
     encoder = load_encoder(run)
     arrays = store.read([0, 1])
-    tokens, kinds = maps.encode(encoder, arrays), maps.token_maps(encoder, arrays)
+    tokens, kinds = maps.encode(encoder, arrays), encoder.token_maps(arrays)
     one = Arrays(arrays.voxels[:1], arrays.band[:1], arrays.valid[:1])
     return encoder, one, tokens, kinds, maps.fit_basis(encoder, tokens, kinds)
 

@@ -230,8 +230,7 @@ def scan(
                 progress=progress.up_to,
             )
     except AmbiguousPeople as ambiguous:
-        for line in ambiguous.guess.table().split("\n"):
-            opt.echo_line(line)
+        opt.echo_line(*ambiguous.guess.table().split("\n"))
         accept = [word for pattern in ambiguous.guess.patterns for word in ("--participant-from", pattern)]
         if accept and not ambiguous.guess.without_person:
             opt.echo_line(f"if the guess is right: {shlex.join(['octfm', *sys.argv[1:], *accept])}")
@@ -248,8 +247,7 @@ def scan(
     remarks = _about_replaced(out, catalog, splits_kept=splits_of is not None)
     # Before it is saved: the next scan is compared with this catalog, and could not say so again.
     try:
-        for remark in remarks:
-            opt.echo_line(remark)
+        opt.echo_line(*remarks)
     finally:  # also where nobody reads them, as with `| head`
         catalog.save(out)
         page = write_data_health(
@@ -490,9 +488,8 @@ def _print_summary(catalog: "Catalog", out: opt.Place) -> None:
         opt.echo_line(f"  {folders.sentence}")
     for doubt in doubts_about_people(catalog.acquisitions):
         opt.echo_line(f"  {doubt}")
-    of_two = [reject for reject in catalog.rejects if reject.code == "pixels_of_two_participants"]
-    for reject in of_two[:3]:
-        opt.echo_line(reject.sentence)
+    of_two = [reject.sentence for reject in catalog.rejects if reject.code == "pixels_of_two_participants"]
+    opt.echo_line(*of_two[:3])
 
 
 def _print_disc_sides(of_scanner: dict[str, dict[str, int]]) -> None:

@@ -98,14 +98,12 @@ def probe(
         if others := [column for column in read_labels(labels).columns if column not in probed]:
             opt.echo_line(f"{labels}: not probed: {', '.join(others)}; name a column with --target")
     result = run_probe(arms, labels, seeds=seeds, commands=[opt.command_line()], **common)
-    for line in summary_lines(result):
-        opt.echo_line(line)
+    opt.echo_line(*summary_lines(result))
     if label_efficiency:
         # A single draw of a few participants says little: intervals must also cover other draws.
         rows, compared = curve(arms, labels, seeds=max(3, seeds), **common)
         result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
-        for line in curve_lines(rows, compared):
-            opt.echo_line(line)
+        opt.echo_line(*curve_lines(rows, compared))
     opt.echo_line(write_probe(folder / ("probe.json" if chosen == "linear" else f"probe-{chosen}.json"), result))
 
 
@@ -144,8 +142,7 @@ def finetune(
     # Every rank runs this command; only the first one prints the result.
     if rank() != 0:
         return
-    for line in summary(run):
-        opt.echo_line(line)
+    opt.echo_line(*summary(run))
     opt.echo_line(out / "finetune.json")
 
 
@@ -190,8 +187,7 @@ def leaderboard(
         echo=opt.echo_line,
     )
     text = board.to_markdown(result)
-    for line in text.split("\n"):
-        opt.echo_line(line)
+    opt.echo_line(*text.split("\n"))
     write_probe(out / "leaderboard.json", result)
     write_whole(out / "leaderboard.csv", board.to_csv(result).encode())
     write_whole(out / "leaderboard.md", text.encode())
@@ -267,6 +263,5 @@ def trust(
         echo=opt.echo_line,
     )
     write_probe(out / "trust.json", result)
-    for line in summary_lines(result):
-        opt.echo_line(line)
+    opt.echo_line(*summary_lines(result))
     opt.echo_line(write_trust(result, pictured, out / "trust.html", images=images))

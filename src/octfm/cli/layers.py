@@ -162,8 +162,7 @@ def _train(settings: list[str], out: "Path | Location", device: str | None, base
 
     config = load(SegmentConfig, {}, settings)
     result = segment(config, out, device, baselines=baselines, allow_seen=allow_seen, echo=opt.echo_line)
-    for line in summary_lines(result):
-        opt.echo_line(line)
+    opt.echo_line(*summary_lines(result))
     opt.echo_line(out / "segment.json")
 
 
@@ -183,8 +182,7 @@ def models(
     if name is not None:
         from octfm.weights.card import model_card
 
-        for line in model_card(find_packaged(name, everything_packaged())).split("\n"):
-            opt.echo_line(line)
+        opt.echo_line(*model_card(find_packaged(name, everything_packaged())).split("\n"))
         return
     for network in everything_packaged():
         verb = "load_encoder() and octfm embed" if network.is_encoder else "octfm segment"
@@ -219,6 +217,5 @@ def agree(
     from octfm.trust.device_agreement import device_agreement
 
     result = device_agreement(table, device)
-    for line in summary_lines(result):
-        opt.echo_line(line)
+    opt.echo_line(*summary_lines(result))
     opt.echo_line(write_agreement(result, out, [opt.command_line()]))

@@ -253,10 +253,7 @@ def _run() -> tuple[int, str]:
     except SystemExit as end:
         if not isinstance(end.__context__, BrokenPipeError):  # typer ends with that in silence
             raise
-        return (
-            1,
-            "stopped, as its output is read no further; send it to a file, and run the same command again",
-        )
+        return 1, "stopped, as its output is read no further; send it to a file, and run the same command again"
     except Preempted as error:
         return 75, str(error) if rank() == 0 else ""
     except ConfigError as error:

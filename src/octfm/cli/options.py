@@ -335,10 +335,11 @@ def refuse(context: typer.Context, options: Iterable[str], what: str) -> None:
         raise ConfigError(f"{what} and does nothing with {', '.join(given)}; leave out one or the other")
 
 
-def echo_line(line: object, *, err: bool = False) -> None:
-    """Print on one line, to stderr with `err`. Control characters in names of files and facts of headers, which could
-    command the terminal, are escaped; so this is the only way in which verbs print."""
-    typer.echo(one_line(line), err=err)
+def echo_line(*lines: object, err: bool = False) -> None:
+    """Print each on one line, to stderr with `err`. Control characters in names of files and facts of headers, which
+    could command the terminal, are escaped; so this is the only way in which verbs print."""
+    for line in lines:
+        typer.echo(one_line(line), err=err)
 
 
 def command_line() -> str:

@@ -92,8 +92,7 @@ def compare(
             remarks.append(f"without paired intervals: {error}")
     page = write_compare(named, out, result, reason)
     # Not earlier: where there is no page, the error stands alone.
-    for remark in remarks:
-        opt.echo_line(remark, err=True)
+    opt.echo_line(*remarks, err=True)
     opt.echo_line(page)
 
 

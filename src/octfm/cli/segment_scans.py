@@ -182,8 +182,7 @@ class Scans:
             with only_writer(table):
                 calibrated, summary = calibrate_rows(read_table(table), self.calibrate)
                 save_table(calibrated, table)
-            for line in summary:
-                echo_line(line)
+            echo_line(*summary)
         echo_line(sheet.write(read_table(table)))
         if lengths is not None:
             _report_nominal(lengths, {row["source"]: row["axial_length_mm"] for row in rows if not row["problem"]})
@@ -229,15 +228,12 @@ class Scans:
                             found = found.corrected(own)
                             used += 1
                         grid = None if isinstance(source, Volume) else device_grid_of(source, self.limits)
-                        for line in describe(found, grid).splitlines():
-                            echo_line(line)
+                        echo_line(*describe(found, grid).splitlines())
                         _tell_truth(found, truth, volume)
                     if self.out is not None:
-                        written = write_files(
-                            found, volume, self.out, stems[name], dicom=self.dicom, limits=self.limits
+                        echo_line(
+                            *write_files(found, volume, self.out, stems[name], dicom=self.dicom, limits=self.limits)
                         )
-                        for path in written:
-                            echo_line(path)
                 except (ReadError, ExportError) as error:
                     if len(sources) == 1:
                         raise

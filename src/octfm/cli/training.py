@@ -93,8 +93,7 @@ def plan(
     from octfm.pretraining.preflight.plan import plan as propose
     from octfm.store.store import Store
 
-    for line in propose(Store.open(store), device, hours).lines():
-        opt.echo_line(line)
+    opt.echo_line(*propose(Store.open(store), device, hours).lines())
 
 
 def doctor(
@@ -226,8 +225,7 @@ def bench(
     settings, prepared = load_config(config, opt.with_options(overrides, {"data.store": store})), None
     if settings.data.store is not None or settings.data.phantoms is not None:
         prepared = given_store(settings)
-    for line in measure(settings, prepared, device, steps, echo=opt.echo_line).lines():
-        opt.echo_line(line)
+    opt.echo_line(*measure(settings, prepared, device, steps, echo=opt.echo_line).lines())
 
 
 def watch(

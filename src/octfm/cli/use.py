@@ -102,7 +102,7 @@ def embed(
     if files is None and catalog is None:
         from octfm.tasks.embed_run import embed_all
 
-        for path in embed_all(
+        paths = embed_all(
             run,
             store or "prepared",
             out,
@@ -113,8 +113,8 @@ def embed(
             exclude=exclude,
             device=device,
             echo=opt.echo_line,
-        ):
-            opt.echo_line(path)
+        )
+        opt.echo_line(*paths)
         return
     if head is not None or segment is not None:
         raise ConfigError("--head and --segment add maps to the report of a run; give --store instead of files")
@@ -246,6 +246,7 @@ def export(
     from octfm.encoder.export import usage
     from octfm.report.card.model_card import model_card
     from octfm.report.sources import is_pretraining
+    from octfm.run.checkpoint_files import size_of
     from octfm.weights.exported import KEY
 
     text = _text(card) if card is not None else None
@@ -254,8 +255,8 @@ def export(
         text = model_card(run, usage=usage(out.name), name=out.name)
     _echo_checkpoint(run)
     path = write_export(run, out, onnx=onnx, card=text, keep_key=keep_key, keep_names=keep_names, echo=opt.echo_line)
-    size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-    opt.echo_line(f"{path}: {', '.join(sorted(file.name for file in path.iterdir()))} ({size:,.1f} MB)")
+    names = ", ".join(sorted(file.name for file in path.iterdir()))
+    opt.echo_line(f"{path}: {names} ({size_of(path) / 1e6:,.1f} MB)")
     if (path / KEY).is_file():
         opt.echo_line(
             "participants.key lets anyone who has a list of ids test which were trained on; to publish, use "

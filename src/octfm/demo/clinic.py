@@ -15,6 +15,8 @@ PREPROCESSING = {"image_size": [16, 192, 128], "target_spacing": [0.1875, 0.0104
 enough."""
 SECOND_SCANNER, DEFECTS = 0.1, 0.03
 """Share of participants scanned twice, and defective files per good one."""
+Progress = Callable[[int, int], None]
+"""Gets how many participants are done, of how many."""
 TABLES = ("participants.tsv", "ground_truth/labels.tsv", "ground_truth/defects.tsv")
 
 
@@ -51,7 +53,7 @@ QUICK = Size(
 )
 
 
-def prepared_clinic(out: Path, size: Size, seed: int, progress: Callable[[int, int], None] | None = None) -> Path:
+def prepared_clinic(out: Path, size: Size, seed: int, progress: Progress = lambda done, total: None) -> Path:
     """Make OUT/clinic, OUT/catalog and OUT/prepared, or what is missing of them; returns the table of labels.
 
     Rows of catalog and store are the same whether files are kept or removed. Raises ConfigError if another cohort is
@@ -104,7 +106,7 @@ def cohort(
     seed: int,
     *,
     only: tuple[str, ...] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> None:
     """Render the phantom cohort of this size and seed, or only the part of these scanners, unless it is there. Raises
     ConfigError if another cohort is there."""
@@ -137,16 +139,13 @@ def _require_same(facts: Path, size: Size, seed: int) -> None:
         )
 
 
-def _share(
-    progress: Callable[[int, int], None] | None, number: int, parts: int, size: Size
-) -> Callable[[int, int], None] | None:
+def _share(progress: Progress, number: int, parts: int, size: Size) -> Progress:
     """Progress of one of several parts of about equal size, in participants of the whole clinic."""
 
     def report(done: int, total: int) -> None:
-        assert progress is not None
         progress(int((number + done / total) * size.participants / parts), size.participants)
 
-    return None if progress is None else report
+    return report
 
 
 def _join_tables(clinic: Path, parts: list[Path]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.labels import LabelTable
 from octfm.catalog.participants.ids import under_one_id
-from octfm.encoder.embeddings import Embeddings
+from octfm.encoder.embeddings import OTHERS, TEXTS, Embeddings, from_columns
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import HEALTHY, Skip, column_values, find_targets, make_cases, make_rounds
 from octfm.evaluation.probe import FOLDS
@@ -81,16 +81,6 @@ def _columns(table: LabelTable, data: Embeddings) -> list[str]:
 
 def _without_vectors(acquisitions: Sequence[Acquisition]) -> Embeddings:
     """What is known of the scans before any of them is embedded."""
-    return Embeddings(
-        name="catalog",
-        path="catalog",
-        metadata={},
-        acquisition=np.array([a.sop_instance_uid for a in acquisitions]),
-        participant=np.array([a.participant for a in acquisitions]),
-        eye_id=np.array([a.eye_id for a in acquisitions]),
-        laterality=tuple(a.laterality for a in acquisitions),
-        scanner=np.array([a.scanner for a in acquisitions]),
-        split=tuple(a.split for a in acquisitions),
-        participant_labels=tuple(dict(a.participant_labels) for a in acquisitions),
-        vectors=np.zeros((len(acquisitions), 0)),
-    )
+    columns = {n: [getattr(a, n) for a in acquisitions] for n in (*TEXTS, *OTHERS) if n != "acquisition"}
+    columns["acquisition"] = [a.sop_instance_uid for a in acquisitions]
+    return from_columns("catalog", "catalog", {}, columns, np.zeros((len(acquisitions), 0)))

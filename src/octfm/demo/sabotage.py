@@ -7,15 +7,14 @@ from octfm.demo.stages import Stages
 from octfm.errors import ConfigError, Echo, EvaluationError
 from octfm.io.location import local_path
 
-SABOTAGE = ("teacher-frozen", "context-unmasked", "lr-restart", "nan-volume")
-"""Faults that `octfm demo --sabotage` can plant."""
 SABOTAGED_AT = 40
 """Step, of 60, at which the fault is planted."""
 SEED = 1
 
 
 def run_sabotage(name: str, out: str | Path, *, echo: Echo = print) -> Path:
-    """Train the quick demonstration with a planted fault, and return the path of its report.
+    """Train the quick demonstration with a planted fault of octfm.pretraining.monitors.sabotage.NAMES, and return the
+    path of its report.
 
     Raises EvaluationError if the monitors do not name the fault while the run trains.
     """
@@ -27,8 +26,8 @@ def run_sabotage(name: str, out: str | Path, *, echo: Echo = print) -> Path:
     from octfm.run.tracking import read_metrics
     from octfm.store.store import Store
 
-    if name not in SABOTAGE:
-        raise ConfigError(f"--sabotage: expected one of {', '.join(SABOTAGE)}; got {name!r}")
+    if name not in NAMES:
+        raise ConfigError(f"--sabotage: expected one of {', '.join(NAMES)}; got {name!r}")
     out, steps, at = local_path(out), 60, SABOTAGED_AT
     stages = Stages(out, echo, 2)
     with stages.stage("clinic", f"{QUICK.participants} phantom participants, listed and prepared"):

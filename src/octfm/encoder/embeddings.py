@@ -153,15 +153,16 @@ def read_embeddings(path: str | PathLike[str] | Location) -> Embeddings:
     metadata = {k: v for k, v in facts.items() if k in ("key", "encoder", "weights", "precision", "width", "readout")}
     if "pool" in facts:  # only vectors of tokens are pooled
         metadata.setdefault("readout", UNRECORDED)
-    return _from_columns(str(facts.get("name", path.stem)), path, metadata, columns, vectors)
+    return from_columns(str(facts.get("name", path.stem)), str(path), metadata, columns, vectors)
 
 
-def _from_columns(
-    name: str, path: Location, metadata: dict[str, Any], columns: dict[str, list[Any]], vectors: np.ndarray
+def from_columns(
+    name: str, path: str, metadata: dict[str, Any], columns: dict[str, list[Any]], vectors: np.ndarray
 ) -> Embeddings:
+    """Embeddings from lists of TEXTS and OTHERS by name."""
     values: dict[str, Any] = {key: np.array(columns[key], dtype=str) for key in TEXTS}
     values |= {key: tuple(columns[key]) for key in OTHERS}
-    return Embeddings(name=name, path=str(path), metadata=metadata, vectors=vectors, **values)
+    return Embeddings(name=name, path=path, metadata=metadata, vectors=vectors, **values)
 
 
 def _matrix(column: Any) -> np.ndarray | None:
@@ -176,7 +177,7 @@ def _matrix(column: Any) -> np.ndarray | None:
 def of_store(store: Store) -> Embeddings:
     """The metadata of a store's volumes as Embeddings of width 0, in the order of the store."""
     columns = {name: [getattr(row, name) for row in store.rows] for name in (*TEXTS, *OTHERS)}
-    return _from_columns(str(store.path), store.path, {}, columns, np.zeros((len(store), 0)))
+    return from_columns(str(store.path), str(store.path), {}, columns, np.zeros((len(store), 0)))
 
 
 def align(given: str | Location | Embeddings | Iterable[str | Location | Embeddings]) -> list[Embeddings]:

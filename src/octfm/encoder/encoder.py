@@ -269,10 +269,10 @@ class Encoder:
 
     def read_tokens(self, arrays: Arrays) -> list[np.ndarray]:
         """Per volume the flat grid indices, int64 [M], of the tokens that its vector is read from."""
-        maps = self._maps(arrays)
+        maps = self.token_maps(arrays)
         return [tissue_index(own, arrays.acquisition[place : place + 1]) for place, own in enumerate(maps)]
 
-    def _maps(self, arrays: Arrays) -> np.ndarray:
+    def token_maps(self, arrays: Arrays) -> np.ndarray:
         """uint8 [B, d, h, w], the token maps of B volumes. Raises ConfigError for a band of another shape, such as one
         without the batch axis, whose axes would be misread."""
         if not isinstance(arrays, Arrays):
@@ -300,13 +300,11 @@ class Encoder:
     def _vector(self, tokens_BMD: Tensor, counts_BM: Tensor, index_BM: Tensor) -> Tensor:
         return self.network.vector(tokens_BMD, counts_BM, index_BM, self.config.objective.pool).float()
 
-    @torch_defaults()
-    @torch.inference_mode()
     def tissue_tokens(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
         """The input of heads: tokens within training's budget, float32 [B, M, width], and which are tissue, bool [B,
         M]."""
         chosen, tissue = self.select(arrays)
-        return self._encode(arrays.voxels, self.runtime.tensor(chosen)).cpu().numpy(), tissue
+        return self.some_tokens(arrays.voxels, chosen), tissue
 
     def select(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
         """Select tokens for heads as training does, a fixed number per volume; vectors do not depend on this choice.
@@ -314,7 +312,7 @@ class Encoder:
         Returns their flat grid indices, int64 [B, M], and which of them are tissue, bool [B, M]; all of them if a
         volume has no tissue.
         """
-        maps = self._maps(arrays)
+        maps = self.token_maps(arrays)
         kept, _, _ = self.config.masks.counts(maps.shape[1:])
         chosen, tissue = same_tokens(maps, kept, arrays.acquisition)
         # A volume without tissue would have no token to pool; then all of them count.
@@ -504,28 +502,18 @@ def fill(module: nn.Module, tensors: dict[str, Tensor], where: str | Location) -
         ) from None
 
 
-def content_of(run: str | Location | None) -> dict[str, Any]:
-    """The verified content of a run's newest checkpoint, a checkpoint file or an export."""
-    return opened(run)[1]
-
-
 def preprocessing_of(run: str | Location) -> dict[str, Any]:
     """Settings of the Preprocessing that a run, a checkpoint or an export expects."""
-    return Preprocessing.recorded(content_of(run)["preprocessing"]).model_dump(mode="json")
+    return Preprocessing.recorded(opened(run)[1]["preprocessing"]).model_dump(mode="json")
 
 
-def participants_of(run: str | Location) -> dict[str, Any]:
-    """Of a run's newest checkpoint, a checkpoint file or an export.
+def participants_in(path: Location, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The participants of what `opened` returned. Embedding needs neither an export's list of them nor its keys.
 
     `hashes`: keyed hashes of the participants that it was trained on or chosen by; `key`: their key, None if it is kept
     elsewhere or if there are no hashes, as after training on streamed phantoms; `before`: the same of the runs with
     whose weights it began, if there are any.
     """
-    return participants_in(*opened(run))
-
-
-def participants_in(path: Location, content: Mapping[str, Any]) -> dict[str, Any]:
-    """`participants_of` what `opened` returned. Embedding needs neither an export's list of them nor its keys."""
     return exported.read_seen(path) if "network" in content else content["participants"]
 
 

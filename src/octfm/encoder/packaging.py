@@ -21,6 +21,7 @@ from octfm.models.pooling import POOLS, VectorPool
 from octfm.phantom import phantom_volume
 from octfm.pretraining.initial_weights import NAMED
 from octfm.run.checkpoint import parts_of
+from octfm.run.checkpoint_files import size_of
 from octfm.run.runtime import alone
 from octfm.weights.exported import digest
 from octfm.weights.packaged import CURRENT_ENCODER, encoders_folder
@@ -85,7 +86,7 @@ def package(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         write_files(partial, settings_of(encoder, step=content["step"]) | facts, stored, {"hashes": []})
-        if (size := _size(partial)) > MOST_BYTES:
+        if (size := size_of(partial)) > MOST_BYTES:
             raise EvaluationError(
                 f"{run}: {size / 1e6:.1f} MB in bfloat16, at most {MOST_BYTES / 1e6:g} MB come with octfm; publish it "
                 "with octfm export"
@@ -99,10 +100,6 @@ def package(
     echo(f"{folder}: {size / 1e6:.2f} MB, SHA-256 {packed.digest[:12]}, {facts['made']}")
     echo(_compared(encoder, packed))
     return folder
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def _compared(whole: Encoder, packed: Encoder) -> str:

@@ -62,7 +62,7 @@ def label_efficiency(
     encoders = align(embeddings)
     first, table = encoders[0], read_labels(labels) if labels is not None else None
     encoders = [with_table(e, table) for e in encoders]
-    seen_rows = None if seen is None else rows_seen(first, seen)
+    seen_rows = rows_seen(first, seen)
     chosen, folds = choose_design(first, design, folds)
     rows: list[dict[str, Any]] = []
     comparisons: list[dict[str, Any]] = []

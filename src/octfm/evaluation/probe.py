@@ -105,7 +105,7 @@ def probe(
     first = encoders[0]
     table = read_labels(labels) if labels is not None else None
     encoders = [with_table(e, table) for e in encoders]
-    seen_rows = None if seen is None else rows_seen(first, seen)
+    seen_rows = rows_seen(first, seen)
     chosen, folds = choose_design(first, design, folds)
     found = find_targets(targets, first, table, orders)
     stated = {target.column: target.order for target in found if target.order != ORDERS.get(target.column, ())}
@@ -275,8 +275,10 @@ def choose_design(data: Embeddings, wanted: str = "auto", folds: int | None = No
     return chosen, FOLDS if folds is None else folds
 
 
-def rows_seen(data: Embeddings, seen: Seen) -> np.ndarray:
-    """bool [N]: rows of participants that an encoder was pretrained on."""
+def rows_seen(data: Embeddings, seen: Seen | None) -> np.ndarray | None:
+    """bool [N]: rows of participants that an encoder was pretrained on; None if nobody can tell."""
+    if seen is None:
+        return None
     if isinstance(seen, str):
         raise TypeError("seen must be a collection of participant ids or a predicate, got one string")
     named = data.participant.tolist()

@@ -86,8 +86,7 @@ def _estimate(row: dict[str, Any]) -> str:
     if row["estimate"] is None:
         return "undefined"
     digits, unit = (2, " µm") if row.get("unit") == "µm" else (3, "")
-    between = f" ({row['low']:.{digits}f} to {row['high']:.{digits}f})" if row["low"] is not None else ""
-    return f"{row['estimate']:.{digits}f}{between}{unit}"
+    return interval(row, digits=digits) + unit
 
 
 def tested_people(row: dict[str, Any]) -> str:

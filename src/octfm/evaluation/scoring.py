@@ -126,7 +126,7 @@ def score(
         below = name in HEADLINE and facts.get("design") == "k-fold" and high is not None and high < chance
         notes = [
             odd,
-            rare_note(rare, " in the test") or _note(boot) or (BELOW if below else None),
+            (_note(boot) if boot else rare_note(rare, " in the test")) or (BELOW if below else None),
             _eyes_note(first) if name == "auroc" else None,
         ]
         ranked = None
@@ -192,9 +192,9 @@ def compare_scored(a: Scored, b: Scored, *, leakage: bool) -> dict[str, Any]:
         return {**row, "difference": difference, **unknown, "verdict": "inconclusive", "note": a.row["note"]}
     # For leakage such as recognising the scanner, a higher score is worse.
     lower_is_better = leakage != a.row.get("lower_is_better", a.metric in LOWER_IS_BETTER)
-    both = _areas(a.ranked, b.ranked) if a.ranked and b.ranked else None
+    p_delong = _areas(a.ranked, b.ranked).p() if a.ranked and b.ranked else None
     found = paired_difference(a.bootstrap, b.bootstrap, lower_is_better=lower_is_better)
-    return {**row, **found, "p_delong": both.p() if both else None, "note": None}
+    return {**row, **found, "p_delong": p_delong, "note": None}
 
 
 def paired_difference(a: Bootstrap, b: Bootstrap, *, lower_is_better: bool) -> dict[str, Any]:
@@ -372,19 +372,16 @@ def calibrated(of: Predictions | Units) -> np.ndarray:
     return softmax(of.value + of.log_prior)
 
 
-def _areas(*ranked: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Areas | None:
+def _areas(*ranked: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Areas:
     positive, _, participant = ranked[0]
-    try:
-        return areas(positive, np.stack([scores for _, scores, _ in ranked], axis=1), participant)
-    except ValueError:
-        return None
+    return areas(positive, np.stack([scores for _, scores, _ in ranked], axis=1), participant)
 
 
 def _delong(ranked: tuple[np.ndarray, np.ndarray, np.ndarray] | None) -> dict[str, Any] | None:
     """Interval by formula, a cross-check of the bootstrap interval: they should agree within a few hundredths."""
-    found = _areas(ranked) if ranked else None
-    if found is None:
+    if ranked is None:
         return None
+    found = _areas(ranked)
     low, high = found.interval()
     return {"low": low, "high": high, "method": "Obuchowski 1997 (clustered)" if found.clustered else "DeLong 1988"}
 
@@ -478,9 +475,7 @@ def rare_note(rare: dict[str, int], where: str = "") -> str | None:
     return f"No interval: only {who}{where}, fewer than {MIN_PARTICIPANTS}." if rare else None
 
 
-def _note(boot: Bootstrap | None) -> str | None:
-    if boot is None:
-        return None
+def _note(boot: Bootstrap) -> str | None:
     known = boot.resampled[np.isfinite(boot.resampled)]
     if not known.size:
         return "Not defined on these cases; R², for example, is not if all numbers are equal."

@@ -185,8 +185,6 @@ def compare(a: Bootstrap, b: Bootstrap) -> Comparison:
     than values between them, so that it and p cannot contradict each other: it excludes 0 if and only if p is at most
     0.05. Fewer than 39 defined resamples give no p that small, hence no interval (NaN).
     """
-    if len(a.resampled) != len(b.resampled):
-        raise ValueError(f"a paired comparison needs the same resamples, got {len(a.resampled)} and {len(b.resampled)}")
     differences = a.resampled - b.resampled
     differences = np.sort(differences[np.isfinite(differences)])
     difference = a.estimate - b.estimate

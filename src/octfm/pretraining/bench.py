@@ -181,11 +181,8 @@ def _trial(
     micro_steps = accumulation(data.global_batch_size, data.per_device_batch_size, runtime.world)
     cost = cost_on(runtime, config, preprocessing, data.per_device_batch_size, micro_steps)
     trial = Trial(name, config.precision, data.per_device_batch_size, None, 0.0, 0.0, cost.peak_bytes / GB)
-    if cost.peak_bytes / GB > runtime.free_memory_gb():
-        return replace(
-            trial,
-            trouble=f"does not fit: {cost.peak_bytes / GB:.1f} GB estimated, {runtime.free_memory_gb():.1f} GB free",
-        )
+    if trial.estimated_gb > (free := runtime.free_memory_gb()):
+        return replace(trial, trouble=f"does not fit: {trial.estimated_gb:.1f} GB estimated, {free:.1f} GB free")
     # Before and after: other work on the machine may slow one of them down.
     peak = product_flops_per_s(runtime, config, preprocessing)
     learner = Learner(config, preprocessing, runtime)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from octfm.config import flat
-from octfm.display import interval, readable
+from octfm.display import readable
 from octfm.errors import Echo, EvaluationError
 from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location
@@ -144,22 +144,11 @@ def _probed(sources: Mapping[str, Sources], result: dict[str, Any] | None) -> li
 
 def _own_probes(sources: Mapping[str, Sources]) -> list[dict[str, Any]]:
     """Results of each run's pretrained encoder from its own probe.json; measured separately, so nothing is paired."""
-    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    rows = []
     for name, s in sources.items():
-        rows = s.probe["results"] if s.probe is not None else []
-        for r in rows:
-            if r["encoder"] == rows[0]["encoder"] and r["metric"] in HEADLINE:
-                found.setdefault((r["target"], r["metric"]), {})[name] = r
-    return [
-        {
-            "target": target,
-            "metric": words.METRICS[metric],
-            "leakage": next(iter(cells.values()))["leakage"],
-            "cells": [interval(cells[n]) if n in cells else ABSENT for n in sources],
-            "people": ", ".join(dict.fromkeys(str(r["n_test_participants"]) for r in cells.values())),
-        }
-        for (target, metric), cells in found.items()
-    ]
+        own = s.probe["results"] if s.probe is not None else []
+        rows += [r | {"encoder": name} for r in own if r["encoder"] == own[0]["encoder"] and r["metric"] in HEADLINE]
+    return words.score_rows(rows, sources, ABSENT)
 
 
 def _together(result: dict[str, Any]) -> dict[str, Any]:

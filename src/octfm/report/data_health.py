@@ -15,7 +15,7 @@ import numpy as np
 from octfm.catalog.acquisition import FLAGS, Acquisition, Reject
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.splits import SPLITS
-from octfm.display import EYES, readable
+from octfm.display import EYES, SIDES, readable
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.reasons import REASONS
@@ -48,7 +48,6 @@ AUDITED = (
 """Flags of the audit, the most serious first."""
 SHOWN = 24
 """Rows of the page's table."""
-SIDES = {"R": "right", "L": "left"}
 OF_A_READER = "raised by a reader of your own"
 """What is said of flags that octfm does not have."""
 
@@ -204,10 +203,9 @@ def _distribution(
     measure: Callable[[Acquisition], Sequence[float]],
 ) -> Chart:
     scanners = sorted({a.scanner for a in acquisitions})
-    key = f"{title}-{axis}".lower()
     unit = "µm" if title == "Spacing" else "mm"
     spoken, every = [], []
-    with canvas(key, 4.2, 0.8 + 0.34 * len(scanners)) as (figure, axes):
+    with canvas(f"{title} {axis}", 4.2, 0.8 + 0.34 * len(scanners)) as (figure, axes):
         for i, scanner in enumerate(scanners):
             values = Counter(float(f"{measure(a)[axis]:.3g}") for a in acquisitions if a.scanner == scanner)
             size = [14 + 90 * n / max(values.values()) for n in values.values()]
@@ -224,7 +222,7 @@ def _distribution(
         axes.set_yticks(range(len(scanners)), [plain(scanner) for scanner in scanners])
         axes.set_ylim(len(scanners) - 0.5, -0.5)
         axes.set_xlabel(unit)
-        svg = to_svg(figure, key, f"{name}: " + "; ".join(spoken))
+        svg = to_svg(figure, f"{name}: " + "; ".join(spoken))
     return Chart(name[0].upper() + name[1:], caption, svg)
 
 

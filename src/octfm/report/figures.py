@@ -72,18 +72,21 @@ class Line:
 
 
 @contextmanager
-def canvas(key: str, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
-    """A figure in the page's style, in inches; call `to_svg` with the same key before leaving the context."""
-    with panels(key, width, height, (1,)) as (figure, (axes,)):
+def canvas(name: str, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
+    """A figure in the page's style, in inches; call `to_svg` before leaving the context. `name`: no other figure of the
+    page has it."""
+    with panels(name, width, height, (1,)) as (figure, (axes,)):
         yield figure, axes
 
 
 @contextmanager
-def panels(key: str, width: float, height: float, ratios: Sequence[float]) -> Iterator[tuple[Figure, list[Axes]]]:
+def panels(name: str, width: float, height: float, ratios: Sequence[float]) -> Iterator[tuple[Figure, list[Axes]]]:
     """As `canvas`, with one axes below the other for each of these relative heights."""
+    key = re.sub(r"\W+", "-", name.lower()).strip("-")
     # The salt makes ids in the SVG the same in every rendering.
     with drawing({**STYLE, "svg.hashsalt": key}):
         figure = Figure(figsize=(width, height), layout="constrained")
+        figure.set_label(key)
         yield figure, list(figure.subplots(len(ratios), height_ratios=ratios, squeeze=False)[:, 0])
 
 
@@ -234,8 +237,7 @@ def overview_forest(results: Sequence[dict[str, Any]]) -> Chart | None:
         return None
     encoders = list(dict.fromkeys(r["encoder"] for r in known))
     heights = [sum(_height(rows) for rows in own) for own in groups.values()]
-    key = "forest"
-    with panels(key, 4.3, 0.17 * sum(heights) + 0.42 * len(groups), heights) as (figure, parts):
+    with panels("forest", 4.3, 0.17 * sum(heights) + 0.42 * len(groups), heights) as (figure, parts):
         for (metric, own), height, axes in zip(groups.items(), heights, parts, strict=True):
             y, ticks = 0.0, []
             for rows in own:
@@ -249,7 +251,7 @@ def overview_forest(results: Sequence[dict[str, Any]]) -> Chart | None:
             axes.grid(axis="y", visible=False)
             axes.set_xlabel(GUESSING[metric])
         shown = [r for own in groups.values() for rows in own for r in rows]
-        svg = to_svg(figure, key, "Forest plot: " + "; ".join(_spoken(r) for r in shown))
+        svg = to_svg(figure, "Forest plot: " + "; ".join(_spoken(r) for r in shown))
     untrained = "Untrained: the same network before its first update. " if "random_init" in encoders else ""
     hollow = " Hollow: too few participants for an interval." if any(r["low"] is None for r in shown) else ""
     caption = f"{untrained}Bars: 95\u00a0% intervals. Dashed: guessing.{hollow}"
@@ -305,8 +307,7 @@ def _forest_plot(results: Sequence[dict[str, Any]], metric: str) -> Chart | None
     if not rows:
         return None
     targets, encoders = list(dict.fromkeys(r["target"] for r in rows)), list(dict.fromkeys(r["encoder"] for r in rows))
-    key = f"forest-{metric}"
-    with canvas(key, 6.4, 0.75 + 0.27 * len(targets) * (len(encoders) + 0.6)) as (figure, axes):
+    with canvas(f"forest {metric}", 6.4, 0.75 + 0.27 * len(targets) * (len(encoders) + 0.6)) as (figure, axes):
         ticks, pitch = [], len(encoders) + 0.8
         for t, target in enumerate(targets):
             ticks.append(t * pitch + (len(encoders) - 1) / 2)
@@ -328,7 +329,7 @@ def _forest_plot(results: Sequence[dict[str, Any]], metric: str) -> Chart | None
         axes.set_xlabel(name)
         if not by_name:
             figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=min(4, len(encoders)))
-        svg = to_svg(figure, key, f"Forest plot of {name}: " + "; ".join(_spoken(r) for r in rows))
+        svg = to_svg(figure, f"Forest plot of {name}: " + "; ".join(_spoken(r) for r in rows))
     leakage = ", except for scanner" if any(r["leakage"] for r in rows) else ""
     caption = (
         f"Right is better{leakage}. The bar is the 95\u00a0% interval, the dashed line is chance. Hollow markers have "
@@ -354,9 +355,8 @@ def efficiency_plots(rows: Sequence[dict[str, Any]]) -> list[Chart]:
         own = [r for r in rows if (r["target"], r["metric"]) == (target, metric) and r["estimate"] is not None]
         if not own:
             continue
-        key = re.sub(r"\W+", "-", f"efficiency-{target}-{metric}")
         encoders = list(dict.fromkeys(r["encoder"] for r in own))
-        with canvas(key, 4.3, 3.1) as (figure, axes):
+        with canvas(f"efficiency {target} {metric}", 4.3, 3.1) as (figure, axes):
             axes.set_xscale("log")
             for e, encoder in enumerate(encoders):
                 points = [r for r in own if r["encoder"] == encoder]
@@ -377,7 +377,7 @@ def efficiency_plots(rows: Sequence[dict[str, Any]]) -> list[Chart]:
             # Above the plot: inside, it would cover a curve.
             figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2, handlelength=3.2)
             spoken = "; ".join(f"{r['encoder']} {r['fraction']:.0%}: {number(r['estimate']):.2f}" for r in own)
-            svg = to_svg(figure, key, f"Label efficiency of {plain(target)}: {spoken}")
+            svg = to_svg(figure, f"Label efficiency of {plain(target)}: {spoken}")
         shared, weak = "training participants", ""
         if own[0].get("design") == "k-fold":
             shared = "participants that each fold's probe is fitted on, drawn anew for every fold"
@@ -414,8 +414,7 @@ def _chart(
     lines = [line for line in lines if len(line.steps)]
     if not lines:
         return None
-    key = re.sub(r"\W+", "-", title.lower())
-    with canvas(key, 4.2, 2.35) as (figure, axes):
+    with canvas(title, 4.2, 2.35) as (figure, axes):
         for i, line in enumerate(lines):
             _draw(axes, line, i)
         # A value of exactly 0 is a finding that a logarithmic axis would hide.
@@ -429,7 +428,7 @@ def _chart(
         if len(lines) > 1:
             axes.legend(loc="best")
         last = "; ".join(f"{line.label} {line.values[-1]:.3g} at step {line.steps[-1]:.0f}" for line in lines)
-        svg = to_svg(figure, key, f"{title}. Last values: {last}")
+        svg = to_svg(figure, f"{title}. Last values: {last}")
     return Chart(title, caption, svg)
 
 
@@ -446,8 +445,8 @@ def _online_probe(sources: Sources) -> Chart | None:
         return None
     steps, score = series(rows, "score")
     metric = METRICS.get(rows[-1]["metric"], str(rows[-1]["metric"]))
-    title, key = f"Online probe: {plain(rows[-1]['target'])}", "online-probe"
-    with canvas(key, 4.2, 2.35) as (figure, axes):
+    title = f"Online probe: {plain(rows[-1]['target'])}"
+    with canvas("online probe", 4.2, 2.35) as (figure, axes):
         _draw(axes, Line(metric, steps, score, points=True), 0)
         _draw(axes, Line("nearest neighbours", *series(rows, "knn"), points=True), 2)
         best = len(score) - 1 - int(score[::-1].argmax())  # of equal scores the last, as in words.advised_step
@@ -465,9 +464,8 @@ def _online_probe(sources: Sources) -> Chart | None:
         else:
             handles = axes.get_legend_handles_labels()[0]
         figure.legend(handles, [str(h.get_label()) for h in handles], loc="outside upper left", ncols=3)
-        svg = to_svg(
-            figure, key, f"{title}. Best {metric} {score[best]:.3g} at step {steps[best]:.0f}; last {score[-1]:.3g}"
-        )
+        spoken = f"Best {metric} {score[best]:.3g} at step {steps[best]:.0f}; last {score[-1]:.3g}"
+        svg = to_svg(figure, f"{title}. {spoken}")
     caption = (
         "How well frozen features answered for validation participants while the run went on. The ring marks the "
         "checkpoint to take. The SSL loss is shown next to it because the two often disagree; the loss never chooses."
@@ -512,9 +510,10 @@ def _per_scanner(rows: list[dict[str, Any]]) -> list[Line]:
     return [Line(plain(name), *series(by_scanner, name)) for name in names]
 
 
-def to_svg(figure: Figure, key: str, alt: str) -> str:
-    """The figure as an <svg> element: ids unique on the page, colours as CSS variables, text in the page's font."""
-    buffer = io.StringIO()
+def to_svg(figure: Figure, alt: str) -> str:
+    """A figure of `canvas` or `panels` as an <svg> element: ids unique on the page, colours as CSS variables, text in
+    the page's font."""
+    key, buffer = figure.get_label(), io.StringIO()
     with warnings.catch_warnings():
         # The page's font has them: matplotlib's own only measures the text.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")

@@ -3,7 +3,6 @@
 Vitreous is on top in B-scans, superior on top en face.
 """
 
-import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from PIL import Image
 
-from octfm.display import drawing, readable
-from octfm.tasks.scene import Scene
+from octfm.display import coded, drawing, readable, stretched
+from octfm.tasks.scene import ACROSS, Scene
 from octfm.volume.volume import Volume, eight_bit
 
 CONTEXT, TARGET, TISSUE, BAND = (0.34, 0.71, 0.91), (0.90, 0.62, 0.0), (0.0, 0.62, 0.45), (0.94, 0.89, 0.26)
@@ -119,8 +118,7 @@ def front(scene: Scene) -> np.ndarray:
         inside |= ~inside.any(0)  # an A-scan without a band counts whole
         mean[d] = np.where(inside, bscan, 0).sum(0, dtype=np.float32) / inside.sum(0)
     # Padding is black and would determine the lower end.
-    low, high = np.percentile(mean[mean > 0], (1, 99)) if (mean > 0).any() else (0.0, 1.0)
-    return np.clip(255 * (mean - low) / max(float(high - low), 1e-6), 0, 255).astype(np.uint8)
+    return stretched(mean, mean[mean > 0] if (mean > 0).any() else None)
 
 
 def native_pictures(volume: Volume) -> list[Picture]:
@@ -128,9 +126,7 @@ def native_pictures(volume: Volume) -> list[Picture]:
     planes = eight_bit(volume)
     voxels = planes if isinstance(planes, np.ndarray) else np.stack(list(planes))
     spacing = shown_spacing(volume.shape, volume.spacing_mm, 2)
-    mean = voxels.mean(1)
-    low, high = np.percentile(mean, (1, 99))
-    mean = np.clip((mean - low) / max(high - low, 1e-6), 0, 1)
+    mean = stretched(voxels.mean(1))
     scanner = readable(volume.scanner)
     if len(voxels) == 1:
         return [_bscan(voxels[0], spacing, "B-scan", f"B-scan, {scanner}")]
@@ -211,8 +207,8 @@ def _enface(
     figure, axes = _drawn(image, height, width, WIDTH_PX * 2 // 3, smooth=size is None)
     _scale_bar(axes, height, width)
     sides = [(vertical[0], 0.5, 0.955), (vertical[1], 0.5, 0.045)] if vertical else []
-    if laterality in ("R", "L"):
-        left, right = ("T", "N") if laterality == "R" else ("N", "T")
+    if laterality is not None:
+        left, right = ACROSS[laterality]
         sides += [(left, 0.04, 0.5), (right, 0.96, 0.5)]
     style = {"transform": axes.transAxes, "color": "white", "fontsize": 12, "ha": "center", "va": "center"}
     for word, x, y in sides:
@@ -264,8 +260,5 @@ def to_png(figure: Figure, colours: int = 128) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     # 128 colours are enough for an OCT with an overlay, and take a third of the bytes.
-    small = io.BytesIO()
-    Image.open(buffer).convert("RGB").quantize(colours, dither=Image.Dither.NONE).save(
-        small, format="PNG", optimize=True
-    )
-    return "data:image/png;base64," + base64.b64encode(small.getvalue()).decode()
+    small = Image.open(buffer).convert("RGB").quantize(colours, dither=Image.Dither.NONE)
+    return f"data:image/png;base64,{coded(small, format='PNG', optimize=True)}"

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import io
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ from matplotlib import colormaps
 from matplotlib.colors import LinearSegmentedColormap
 from PIL import Image
 
-from octfm.display import readable
+from octfm.display import SIDES, coded, readable
 from octfm.errors import EvaluationError
 from octfm.io.location import Location
 from octfm.report.images import Picture, front, shown_spacing
 from octfm.report.page import MAX_BYTES, render, write_page
-from octfm.tasks.scene import BESIDE, Overlay, Scene
+from octfm.tasks.scene import ACROSS, BESIDE, Overlay, Scene
 from octfm.volume.estimated import WHY
 from octfm.volume.volume import Fundus, Volume
 
@@ -106,7 +105,7 @@ def view_facts(volume: Volume, scene: Scene, axial_length_mm: float | None = Non
     facts = [
         ("Scanner", readable(volume.scanner)),
         ("Protocol", readable(volume.protocol)),
-        ("Eye", {"R": "right", "L": "left"}.get(volume.laterality or "", "unknown")),
+        ("Eye", SIDES.get(volume.laterality or "", "unknown")),
         ("B-scans × rows × A-scans", " × ".join(f"{n:,}" for n in scene.voxels.shape)),
         ("Millimetres", f"unknown: {WHY}"),
     ]
@@ -139,7 +138,7 @@ def eye_of(scene: Scene) -> str:
 def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> dict[str, Any]:
     """The data that viewer.js needs for one scene, in at most about `room` characters."""
     depth = len(scene.voxels)
-    plain = {"R": ("T", "N"), "L": ("N", "T")}.get(scene.laterality or "")
+    plain = ACROSS.get(scene.laterality or "")
     upright = ("S", "I") if scene.superior_first else None
     facts: dict[str, Any] = {
         "title": scene.title,
@@ -158,8 +157,6 @@ def _volume(scene: Scene, room: int, correct: dict[str, Any] | None = None) -> d
         facts["correct"] = correct
     if scene.placement is not None:
         grid = next((o.values.shape[:3] for o in scene.overlays if o.on_tokens), None)
-        if scene.features is not None:
-            grid = scene.features.shape[:3]
         facts["grid"] = [int(n) for n in grid] if grid else None
         rows = [[round(edge, 3) for edge in pair] for pair in scene.placement.rows]
         facts["placement"] = {"bscans": scene.placement.bscans, "columns": scene.placement.columns, "rows": rows}
@@ -267,7 +264,7 @@ def _jpeg(bscan: np.ndarray, quality: int, most: int) -> str:
     image = Image.fromarray(np.ascontiguousarray(bscan))
     if (size := _size(bscan, most)) != image.size:
         image = image.resize(size, Image.Resampling.BOX)
-    return _saved(image, format="JPEG", quality=quality)
+    return coded(image, format="JPEG", quality=quality)
 
 
 def _size(bscan: np.ndarray, most: int) -> tuple[int, int]:
@@ -283,18 +280,11 @@ def _area(bscan: np.ndarray, overlay: Overlay) -> str | None:
         return None
     image = Image.fromarray(np.ascontiguousarray(bscan))
     image.putpalette([0, 0, 0, *(channel for _, colour in overlay.legend for channel in colour)])
-    return _saved(image, format="PNG", transparency=0, optimize=True)
+    return coded(image, format="PNG", transparency=0, optimize=True)
 
 
 def _png(image: np.ndarray) -> str:
-    return _saved(Image.fromarray(image), format="PNG", optimize=True)
-
-
-def _saved(image: Image.Image, **options: Any) -> str:
-    """An image file in base64."""
-    buffer = io.BytesIO()
-    image.save(buffer, **options)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return coded(Image.fromarray(image), format="PNG", optimize=True)
 
 
 def _base64(array: np.ndarray) -> str:

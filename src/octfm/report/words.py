@@ -34,15 +34,8 @@ ENCODERS = {
     "covariates": "age, sex, site, scanner and image quality, as far as known",
     "layers": "the layers and fluid that the packaged network measures",
 }
-SHORT = {
-    "pretrained": "pretrained",
-    "random_init": "untrained",
-    "histogram": "histogram",
-    "tissue_map": "tissue map",
-    "map_and_encoder": "map + encoder",
-    "covariates": "covariates",
-}
-"""Names of encoders on charts."""
+SHORT = {"random_init": "untrained", "map_and_encoder": "map + encoder"}
+"""Names of encoders on charts, where they are shorter than their own."""
 TARGETS = {
     "disease": "telling healthy participants from those with any disease",
     "diagnosis": "telling the diagnoses apart",
@@ -157,6 +150,7 @@ def score_rows(results: Iterable[dict[str, Any]], encoders: Iterable[str], absen
             "metric": METRICS.get(metric, metric),
             "cells": [interval(own[e]) + spread(own[e]) if e in own else absent for e in encoders],
             "notes": _notes(own),
+            "people": ", ".join(dict.fromkeys(str(r["n_test_participants"]) for r in own.values())),
         }
         for (_, metric), own in cells.items()
     ]

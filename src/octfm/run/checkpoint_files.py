@@ -104,7 +104,7 @@ def put_back(folder: Path) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a checkpoint."""
+    """Bytes of a file, or of all files below a folder."""
     return sum(p.stat().st_size for p in (path.rglob("*") if path.is_dir() else (path,)) if p.is_file())
 
 

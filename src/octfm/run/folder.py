@@ -339,11 +339,10 @@ def open_run(
 @contextmanager
 def claim(out: str | Path, identity: Identity, *, override: bool = False, echo: Echo = print) -> Iterator[RunFolder]:
     """The folder of this run, locked until the context ends: a new one, or one begun with the same identity. With
-    `override`, other settings are accepted, for `resume` to record. Raises CheckpointError if the folder holds anything
-    else, or if another process trains into it."""
+    `override`, other settings are accepted, for `resume` to record. Raises CheckpointError if it is another run's, or
+    if another process trains into it."""
     run = RunFolder(Path(out), identity.kind)
     settings = run.path / "config.yaml"
-    _require_run_or_new(run.path)
     run.path.mkdir(parents=True, exist_ok=True)
     with locked(run.path, echo):
         if settings.is_file():

@@ -33,11 +33,6 @@ class Training(Resumable, Protocol):
         """Updates in all, at most."""
         ...
 
-    @property
-    def finished(self) -> bool:
-        """Whether no update is left to make."""
-        ...
-
     def update(self, session: "Session", interruption: "Interruption") -> str | None:
         """Make one update and log it; returns the name of a signal if any rank received one."""
         ...

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from octfm.catalog.labels import read_labels
 from octfm.config import load
 from octfm.encoder.embeddings import of_store
-from octfm.encoder.encoder import beginning_of, load_encoder, participants_of, seen_if_known
+from octfm.encoder.encoder import beginning_of, load_encoder, opened, participants_in, seen_if_known
 from octfm.encoder.tokens import token_features
 from octfm.encoder.tuned import Answer
 from octfm.errors import ConfigError, Echo, EvaluationError
@@ -115,7 +115,7 @@ def _finetune(
     task = find_task(config, store, seen, allow_seen)
     if remark := odd_numbers(task.cases):
         echo(remark)
-    known = {"key": None, "hashes": []} if config.from_scratch else participants_of(str(config.encoder))
+    known = {"key": None, "hashes": []} if config.from_scratch else participants_in(*opened(str(config.encoder)))
     before = [checkpoint.hashes_of(part) for part in checkpoint.parts_of(known) if part["hashes"]]
     # With other volumes, splits or labels it would be another run.
     parts = (task.train, task.validation, task.test)
@@ -206,7 +206,7 @@ def find_task(config: FinetuneConfig, store: Store, seen: Seen | None, allow_see
             f"{store.path}: expected train and test splits, got {sorted({str(s) for s in data.split})}; octfm scan "
             "makes them"
         )
-    seen_rows = None if seen is None else rows_seen(data, seen)
+    seen_rows = rows_seen(data, seen)
     try:
         cases, rounds = make_rounds(
             make_cases(target, data, table), data, "recommended_split", seen_rows, allow_seen, 1, config.seed

@@ -10,7 +10,7 @@ from octfm.catalog.participants.ids import person_key
 from octfm.display import readable
 from octfm.encoder.encoder import Encoder
 from octfm.encoder.tuned import TunedModel
-from octfm.models.token_map import PADDING, TISSUE, token_map
+from octfm.models.token_map import PADDING, TISSUE
 from octfm.pretraining.masks import sample_masks
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
@@ -57,7 +57,7 @@ def save_pictures(
     chosen = some_of_each_scanner(store)
     arrays = store.read(chosen)
     tokens = encode(encoder, arrays)
-    maps = token_maps(encoder, arrays)
+    maps = encoder.token_maps(arrays)
     basis = fit_basis(encoder, tokens, maps)
     about = about_features(basis, tokens, maps)
     # Occlusion maps need one forward pass per block, so there is one per scanner.
@@ -296,10 +296,6 @@ def masks_of(encoder: Encoder, maps: np.ndarray, seed: int) -> list[Overlay]:
     about_mask = "In training the encoder sees the context and must predict the target; other tokens are not used."
     legend = (("context", CONTEXT), ("target", TARGET))
     return [tokens, Overlay("mask", "One training mask", "classes", mask.reshape(maps.shape), legend, about_mask)]
-
-
-def token_maps(encoder: Encoder, arrays: Arrays) -> np.ndarray:
-    return token_map(arrays.band, arrays.valid, encoder.preprocessing.image_size, encoder.config.model.patch_size)
 
 
 def drawn(surfaces: np.ndarray) -> np.ndarray:

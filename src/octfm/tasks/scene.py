@@ -56,6 +56,8 @@ FOUND_COLOURS: dict[str, Colour] = {
 }
 """Surfaces and areas of the packaged network, the same in viewer and contact sheet; no two lines share a colour."""
 
+ACROSS = {"R": ("T", "N"), "L": ("N", "T")}
+"""Letters of the left and the right end of a horizontal B-scan, by eye."""
 BESIDE = "beside-"
 """Prefix of the keys of overlays from separate files."""
 

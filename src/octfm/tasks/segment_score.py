@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from octfm.config import load
+from octfm.display import interval
 from octfm.encoder.encoder import beginning_of, seen_if_known
 from octfm.errors import CheckpointError, Echo, EvaluationError
 from octfm.evaluation.cases import people
@@ -25,7 +26,7 @@ from octfm.run.folder import Identity, Kind, open_run, resume, volumes_digest
 from octfm.run.loop import Interruption, Session, open_session, train
 from octfm.run.runtime import torch_defaults
 from octfm.run.tracking import TrackingConfig
-from octfm.store.selection import assert_disjoint_splits
+from octfm.store.selection import assert_disjoint_splits, evenly
 from octfm.store.store import Store
 from octfm.tasks.segment import (
     Fit,
@@ -360,11 +361,10 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     """One line per surface or mask and source, then one per comparison, for a terminal."""
     lines = []
     for r in result["results"]:
-        between = f" ({r['low']:.2f} to {r['high']:.2f})" if r["low"] is not None else ""
-        estimate = "undefined" if r["estimate"] is None else f"{r['estimate']:.2f}"
+        estimate = "undefined" if r["estimate"] is None else interval(r)
         unit = f" {r['unit']}" if r["unit"] else ""
         who = tested_people(r)
-        lines.append(f"{r['target']:<12} {r['metric']:<5} {r['encoder']:<12} {estimate}{between}{unit}, {who}")
+        lines.append(f"{r['target']:<12} {r['metric']:<5} {r['encoder']:<12} {estimate}{unit}, {who}")
         if r["estimate"] is None:
             lines.append(f"{r['target']:<12} {r['note']}")
     for c in result["comparisons"]:
@@ -381,7 +381,5 @@ def _rows(store: Store, config: SegmentConfig) -> dict[str, list[int]]:
     if not train or not test:
         raise EvaluationError(f"{store.path}: expected train and test participants; octfm scan makes splits")
     if config.max_volumes is not None:
-        train = [
-            train[i] for i in np.unique(np.linspace(0, len(train) - 1, min(config.max_volumes, len(train))).astype(int))
-        ]
+        train = evenly(np.array(train), config.max_volumes).tolist()
     return {"train": train, "test": test}

@@ -10,7 +10,7 @@ import numpy as np
 from octfm.display import readable
 from octfm.errors import EvaluationError
 from octfm.store.layout import Arrays
-from octfm.tasks.scene import BESIDE, COLOURS, Overlay, Scene, found_overlays, lines
+from octfm.tasks.scene import ACROSS, BESIDE, COLOURS, Overlay, Scene, found_overlays, lines
 from octfm.volume.etdrs import lateral_scale
 from octfm.volume.radial import to_raster
 from octfm.volume.segmentation import Segmentation
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from octfm.encoder.encoder import Encoder
     from octfm.encoder.tuned import TunedModel
     from octfm.tasks.segment import Segmenter
-
-_ACROSS = {"R": ("T", "N"), "L": ("N", "T")}
-"""Letters of the left and the right end of a horizontal B-scan, by eye."""
 
 
 def scene_of(
@@ -104,7 +101,7 @@ def _of_tokens(
 
     prepared = encoder.preprocess(volume)
     arrays = Arrays.of(prepared)
-    tokens, kinds = maps.encode(encoder, arrays), maps.token_maps(encoder, arrays)
+    tokens, kinds = maps.encode(encoder, arrays), encoder.token_maps(arrays)
     basis = maps.fit_basis(encoder, tokens, kinds)
     band = np.stack([prepared.transform.rows_to_native(surface) for surface in maps.drawn(prepared.band)])
     overlays = [maps.band(band[:, order], encoder.preprocessing.margin_mm), *maps.masks_of(encoder, kinds[0], 0)]
@@ -120,7 +117,7 @@ def _sides_of_turned(volume: Volume) -> dict[str, Any]:
     """`Scene.ends` and `Scene.edges` of a raster whose B-scans do not run from left to right over the fundus."""
     if volume.left_to_right or volume.lines is None:
         return {}
-    across = _ACROSS.get(volume.laterality or "")
+    across = ACROSS.get(volume.laterality or "")
     backwards = None if across is None else (across[1], across[0])
     if not volume.vertical:
         return {"ends": backwards}
@@ -136,7 +133,7 @@ def _sides_of_lines(volume: Volume, fundus: Fundus | None) -> dict[str, Any]:
     if volume.layout != "line" or fundus is None or fundus.lines is None:
         return {}
     x, y = (fundus.lines.end - fundus.lines.start).T
-    for along, aside, letters in ((x, y, _ACROSS.get(volume.laterality or "")), (y, x, ("S", "I"))):
+    for along, aside, letters in ((x, y, ACROSS.get(volume.laterality or "")), (y, x, ("S", "I"))):
         if (np.abs(along) > np.abs(aside)).all() and (along > 0).all():
             return {"ends": letters}
         if (np.abs(along) > np.abs(aside)).all() and (along < 0).all():

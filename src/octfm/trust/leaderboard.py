@@ -138,11 +138,10 @@ def _tested(
     seen_rows: np.ndarray | None = np.zeros(len(data.acquisition), bool)
     tested = np.array([split == "test" for split in data.split])
     for path in paths:
-        seen = seen_if_known(path, allow_seen=allow_seen)
-        if seen is None or seen_rows is None:
+        own = rows_seen(data, seen_if_known(path, allow_seen=allow_seen))
+        if own is None or seen_rows is None:
             seen_rows = None
             continue
-        own = rows_seen(data, seen)
         if (own & tested).any() and not allow_seen:
             who = np.unique(people(data.participant[own & tested]))
             raise EvaluationError(

@@ -13,7 +13,7 @@ from octfm.catalog.labels import read_labels
 from octfm.config import load
 from octfm.encoder.embed import NAMES, RANDOM_INIT, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, of_store, read_embeddings
-from octfm.encoder.encoder import seen_by
+from octfm.encoder.encoder import seen_if_known
 from octfm.encoder.external import Embed, embed_external, load_external
 from octfm.encoder.sources import display_name, find
 from octfm.errors import Echo, EvaluationError, one_line
@@ -97,16 +97,12 @@ def trust(
         if name in runs or name in RESERVED or [n for n, _ in own.values()].count(name) > 1:
             raise EvaluationError(f"--external {spec}: another encoder is named {name}; rename the function")
     common = {"table": table, "targets": targets, "orders": orders, "allow_seen": allow_seen}
-    known = [seen_by(path) for path in runs.values()]
-
-    def rows_of(data: Embeddings) -> np.ndarray:
-        return rows_seen(data, lambda participant: any(is_seen(participant) for is_seen in known))
-
+    known = seen_if_known(*runs.values(), allow_seen=False)
     # Only for their errors: a wrong target or group, or a seen participant, must show before anything is embedded.
     volumes = of_store(opened[0])
-    group_columns(make_study([volumes], {}, **common, seen=rows_of(volumes)), groups, age_bands)
+    group_columns(make_study([volumes], {}, **common, seen=rows_seen(volumes, known)), groups, age_bands)
     encoders, kinds = _encoders(runs, own, opened, out / "embeddings", echo)
-    seen = rows_of(encoders[0])
+    seen = rows_seen(encoders[0], known)
     scanners = {name: facts["scanners"] for name, facts in pretraining.items()}
     study = make_study(encoders, kinds, **common, seen=seen, pretrained_on=scanners, resamples=resamples, seed=seed)
     scratch_note = "Left out by --from-scratch-epochs 0."

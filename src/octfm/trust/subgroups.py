@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from octfm.catalog.labels import as_number
+from octfm.display import SIDES
 from octfm.errors import EvaluationError
 from octfm.evaluation.cases import column_values, label_columns
 from octfm.evaluation.scoring import LOWER_IS_BETTER, estimate, rare_note
@@ -75,7 +76,7 @@ def group_columns(study: Study, columns: Sequence[str], age_bands: Sequence[floa
     found: dict[str, list[str | None]] = {
         "site": column_values(SITE, data, table),
         "age": [_band(as_number(v), bands) for v in column_values("age", data, table)],
-        "eye": [{"R": "right", "L": "left"}.get(side or "") for side in data.laterality],
+        "eye": [SIDES.get(side or "") for side in data.laterality],
         "scanner": [str(name) for name in data.scanner],
     }
     for name in columns:

@@ -128,43 +128,37 @@ def finding(fed: Fed, at_rows: np.ndarray) -> Finding | None:
             "data order",
             f"rank {other[0]} draws its volumes in another order than rank 0, so some are trained on twice and others "
             "never; give every rank the same seed, store and settings (F10)",
-            "code",
         )
     if stale.any():
         return Finding(
             "same batch",
             "this batch has the volumes of the previous one, so the run memorises them and sees no others; "
             "check the loader",
-            "code",
         )
     if misplaced.any():
         return Finding(
             "data order",
             f"rank {int(np.argmax(misplaced > 0))} got {misplaced.max():.0f} volumes that do not belong to this step; "
             "check the loader (F10)",
-            "code",
         )
     if twice.any() or repeated.any():
         return Finding(
             "volume repeated",
             f"{int(max(twice.max(), repeated.max()))} of {len(at_rows)} volumes occur a second time in this batch or "
             "this epoch, so they count more than the others; check the loader",
-            "code",
         )
     if (foreign >= 0).any():
         return Finding(
             "wrong volume",
             "a volume's voxels, tissue band or truth differ from what the store holds; run octfm prepare again, and "
             "check the code that reads batches",
-            "code",
-            (int(foreign[foreign >= 0][0]),),
+            volumes=(int(foreign[foreign >= 0][0]),),
         )
     if fixed.any():
         return Finding(
             "fixed masks",
             "masks are the same in every step, so the same places are always hidden and the others never learned; "
             "check how masks are drawn",
-            "code",
         )
     return None
 

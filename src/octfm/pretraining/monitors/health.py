@@ -50,6 +50,10 @@ class HealthConfig(Config):
     """What to do when something is computed wrongly (teacher frozen, context unmasked, learning rate restarted …)."""
 
 
+PLAUSIBLE = 0.02
+"""Masked loss over that of a constant prediction below which answers must have leaked."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """One inspected property of a run, its state, and a sentence that says what that means or what to do."""
@@ -124,21 +128,19 @@ def verdicts(row: dict[str, Any], width: int) -> list[Verdict]:
 
 
 def _masked(ratio: float, step: int, warmup_steps: int) -> Verdict:
-    if ratio < 0.02:
-        return Verdict(
-            "masked loss",
-            "bad",
-            f"{ratio:.3f} of the content-free baseline is too good to be true: does the encoder see the answers? (F11)",
-        )
+    name, share = "masked loss", f"{ratio:.0%} of the content-free baseline"
+    if ratio < PLAUSIBLE:
+        return Verdict(name, "bad", implausible(ratio))
     if ratio < 0.97:
-        return Verdict("masked loss", "ok", f"predicts hidden tissue with {ratio:.0%} of a constant prediction's error")
+        return Verdict(name, "ok", f"predicts hidden tissue with {ratio:.0%} of a constant prediction's error")
     if step < 3 * warmup_steps + 50:
-        return Verdict("masked loss", "ok", f"{ratio:.0%} of the content-free baseline, as expected this early")
-    return Verdict(
-        "masked loss",
-        "watch",
-        f"{ratio:.0%} of the content-free baseline: no better than a constant; check learning rate and masks",
-    )
+        return Verdict(name, "ok", f"{share}, as expected this early")
+    return Verdict(name, "watch", f"{share}: no better than a constant; check learning rate and masks")
+
+
+def implausible(ratio: float) -> str:
+    """What a masked loss below PLAUSIBLE means."""
+    return f"{ratio:.3f} of the content-free baseline is too good to be true: does the encoder see the answers? (F11)"
 
 
 def _rank(rank: float, width: int, tokens: float) -> Verdict:

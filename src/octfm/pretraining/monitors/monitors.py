@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from octfm.pretraining.monitors.health import HealthConfig, least_rank
+from octfm.pretraining.monitors.health import PLAUSIBLE, HealthConfig, implausible, least_rank
 from octfm.pretraining.monitors.limits import LASTING, NEAR, limits
 from octfm.pretraining.monitors.summary import StepSummary
 from octfm.pretraining.run_state import RunState
@@ -33,7 +33,7 @@ class Finding:
 
     what: str
     sentence: str
-    kind: Literal["step", "features", "code", "advice"]
+    kind: Literal["step", "features", "code", "advice"] = "code"
     """`step`: this update is suspect. `features`: learned features are being lost. `code`: something is computed
     wrongly. `advice`: every update is fine, but somebody should look at the run."""
     volumes: tuple[int, ...] = ()
@@ -160,7 +160,7 @@ class LearningRate:
 
     def __call__(self, step: int, lr: float) -> Finding | None:
         if not lr > 0:
-            return Finding("learning rate", f"learning rate is {lr}: this update trains nothing (F2)", "code")
+            return Finding("learning rate", f"learning rate is {lr}: this update trains nothing (F2)")
         if step < self.warmup_steps:
             return None
         lowest, self.lowest = self.lowest, min(self.lowest, lr)
@@ -170,7 +170,6 @@ class LearningRate:
                 "learning rate",
                 f"learning rate is {lr:.2e}, {lr / lowest:.1f} times its lowest value since warm-up: the schedule was "
                 "restarted (F1)",
-                "code",
             )
         return None
 
@@ -180,14 +179,14 @@ def miscalculated(leak: float | None, ascent: float | None, batch_effect: float 
     rises, or a volume's loss that depends on the rest of its batch. None: not measured."""
     if leak is not None and leak > 0:
         sentence = f"gradient w.r.t. target voxels is {leak:.1e}: the encoder sees the answers (F11)"
-        return Finding("context unmasked", sentence, "code")
+        return Finding("context unmasked", sentence)
     if ascent is not None and ascent > 0:
         sentence = "the minimised value falls as a volume's loss rises, so training makes predictions worse"
-        return Finding("gradient reversed", f"{sentence}; check the sign of the loss", "code")
+        return Finding("gradient reversed", f"{sentence}; check the sign of the loss")
     # Well above the rounding of float32, in which `batch_effect` is computed.
     if batch_effect is not None and batch_effect > 1e-3:
         changes = f"a volume's loss changes by {batch_effect:.1%} with the rest of its batch"
-        return Finding("batch statistics", f"{changes}: a layer normalises over the batch", "code")
+        return Finding("batch statistics", f"{changes}: a layer normalises over the batch")
     return None
 
 
@@ -200,14 +199,12 @@ def row_findings(config: HealthConfig, state: RunState, row: dict[str, Any], wid
             "underflow",
             f"{row['weights_stuck']:.0%} of the weights did not change in an update: gradients or updates are lost in "
             "rounding",
-            "code",
         )
     if row.get("ranks_apart", 0.0) > 0:
         return Finding(
             "ranks apart",
             f"ranks that started with equal weights differ by {row['ranks_apart']:.1e} of their norm: they do not "
             "apply the same updates",
-            "code",
         )
     if found := update_findings(state, row):
         return found
@@ -217,7 +214,6 @@ def row_findings(config: HealthConfig, state: RunState, row: dict[str, Any], wid
             "teacher frozen" if actual < expected else "teacher",
             f"the target encoder moved by {actual:.1e} of its norm, its moving average should move it by "
             f"{expected:.1e} (F11)",
-            "code",
         )
     if expected > ROUNDING and row["teacher_along"] < 0.5:
         return Finding(
@@ -225,7 +221,6 @@ def row_findings(config: HealthConfig, state: RunState, row: dict[str, Any], wid
             "the target encoder does not move towards the encoder that it averages (cosine "
             f"{row['teacher_along']:.2f}, expected 1), so its targets are wrong; check the sign and size of its "
             "momentum (F11)",
-            "code",
         )
     rank, std = row["effective_rank"], row["feature_std"]
     least = least_rank(config.rank_share * width + 1, row.get("tissue_tokens", inf))
@@ -233,13 +228,8 @@ def row_findings(config: HealthConfig, state: RunState, row: dict[str, Any], wid
         return Finding(
             "collapse", f"tissue tokens are all alike: effective rank {rank:.1f} of {width}, std {std:.2g}", "features"
         )
-    if 0 <= row["masked_over_baseline"] < 0.02:
-        return Finding(
-            "masked loss",
-            f"{row['masked_over_baseline']:.3f} of the content-free baseline is too good to be true: does the encoder "
-            "see the answers? (F11)",
-            "code",
-        )
+    if 0 <= row["masked_over_baseline"] < PLAUSIBLE:
+        return Finding("masked loss", implausible(row["masked_over_baseline"]))
     return rising_loss(state, row["masked_over_baseline"]) or sudden_drop(config, state, rank)
 
 
@@ -248,23 +238,21 @@ def update_findings(state: RunState, row: dict[str, Any]) -> Finding | None:
     agrees = row.get("gradient_agrees", 1.0)
     if agrees < 0:
         sentence = "the optimizer gets the gradient with the wrong sign, so training makes predictions worse"
-        return Finding("gradient reversed", sentence, "code")
+        return Finding("gradient reversed", sentence)
     if agrees < 0.5:
         sentence = f"the optimizer gets the gradient {1 / max(agrees, 1e-3):.3g} times as large, or a different one"
-        return Finding("gradient", sentence, "code")
+        return Finding("gradient", sentence)
     if min(row.get("update_agrees", 1.0), row.get("gradient_taken", 1.0)) < 0:
         return Finding(
             "gradient reversed",
             "the weights move along the gradient instead of against it, so training makes predictions worse; check the "
             "sign of the learning rate and `maximize`",
-            "code",
         )
     if row.get("counted", inf) < len(state.losses):
         return Finding(
             "optimizer state",
             f"the optimizer has counted {row['counted']:.0f} updates, the run has applied at least "
             f"{len(state.losses)}: its moments were lost; go back to the checkpoint before the last resume",
-            "code",
         )
     if row.get("frozen"):
         blocks = sorted({name.rpartition(".")[0] for name in row["frozen"]})
@@ -273,14 +261,13 @@ def update_findings(state: RunState, row: dict[str, Any]) -> Finding | None:
             "encoder frozen",
             f"{len(row['frozen'])} weight matrices of the encoder get no gradient or no update ({parts}) and stay "
             "untrained; check requires_grad, detach and the optimizer's groups",
-            "code",
         )
     if not 0.5 < row.get("update_size", 1.0) < 2:
         sentence = f"the weights move {row['update_size']:.3g} times as far as learning rate and moments prescribe"
-        return Finding("update", sentence, "code")
+        return Finding("update", sentence)
     if row.get("moments_astray", 0.0) > 0.1:
         sentence = (
             f"the optimizer's moments differ by {row['moments_astray']:.0%} from those computed from the gradients"
         )
-        return Finding("optimizer state", sentence, "code")
+        return Finding("optimizer state", sentence)
     return None

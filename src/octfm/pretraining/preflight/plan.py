@@ -44,8 +44,9 @@ class Candidate:
     """A preset on this store and machine, with the changes to it. `trouble` says why it cannot run, empty if it can."""
 
     preset: str
+    config: PretrainConfig
+    """With the changes; the preset's own if it cannot run."""
     changes: tuple[str, ...] = ()
-    config: PretrainConfig | None = None
     step_s: float = 0.0
     """Forecast of one step, reading included, in seconds."""
     trouble: str = ""
@@ -53,11 +54,10 @@ class Candidate:
     @property
     def hours(self) -> float:
         """Forecast of all steps, without validation and checkpoints."""
-        return self.config.steps * self.step_s / 3600 if self.config else 0.0
+        return self.config.steps * self.step_s / 3600
 
     def shortened(self, hours: float) -> "Candidate":
         """The same with as many steps as fit into the hours, at least one."""
-        assert self.config is not None
         steps = max(1, int(hours * 3600 / self.step_s))
         return replace(self, config=self.config.model_copy(update={"steps": min(steps, self.config.steps)}))
 
@@ -82,7 +82,7 @@ class Plan:
     @property
     def chosen(self) -> Candidate | None:
         """The first candidate whose whole length fits into the hours, else the one that gets furthest, shortened."""
-        able = [candidate for candidate in self.candidates if candidate.config is not None]
+        able = [candidate for candidate in self.candidates if not candidate.trouble]
         whole = [candidate for candidate in able if candidate.hours <= self.hours]
         if whole or not able:
             return whole[0] if whole else None
@@ -90,13 +90,12 @@ class Plan:
 
     def epochs(self, candidate: Candidate) -> float:
         """Passes over the training volumes."""
-        assert candidate.config is not None
         return candidate.config.steps * candidate.config.data.global_batch_size / self.volumes
 
     def command(self, verb: str, *words: str) -> str:
         """The command line that pretrains (or examines) what is proposed. Needs a chosen candidate."""
         chosen = self.chosen
-        assert chosen is not None and chosen.config is not None
+        assert chosen is not None
         length = ["--steps", str(chosen.config.steps)]
         place = ["--device", self.device] if self.device is not None else []
         return shlex.join(
@@ -112,7 +111,7 @@ class Plan:
             f"{'':<8}{'batch':>6}{'a step':>10}{'steps':>8}{'epochs':>8}{'time':>11}",
         ]
         for each in self.candidates:
-            if each.config is None:
+            if each.trouble:
                 found.append(f"{each.preset:<8}{each.trouble}")
                 continue
             found.append(
@@ -120,7 +119,7 @@ class Plan:
                 f"{each.config.steps:>8,}{self.epochs(each):>8,.0f}{duration(3600 * each.hours):>11}"
             )
         chosen = self.chosen
-        if chosen is None or chosen.config is None:
+        if chosen is None:
             return [
                 *found,
                 "no preset runs here: prepare a store of the default size (octfm prepare), or use a larger device",
@@ -131,7 +130,7 @@ class Plan:
             f"({data.per_device_batch_size} at a time), {self.epochs(chosen):,.3g} epochs, about "
             f"{duration(3600 * chosen.hours)} and the time of validation"
         )
-        if not any(each.config is not None and each.hours <= self.hours for each in self.candidates):
+        if not any(not each.trouble and each.hours <= self.hours for each in self.candidates):
             found.append(
                 f"no preset makes its whole length in {self.hours:g} hours here: allow more (--hours), use a faster "
                 "device, or prepare smaller volumes"
@@ -197,7 +196,7 @@ def _candidate(preset: str, store: Store, volumes: int, runtime: Runtime, reads:
     config = load_config(preset)
     tiles = patches_tile(config, store)
     if tiles.status == "FAIL":
-        return Candidate(preset, trouble=f"does not fit the store: {tiles.measured}")
+        return Candidate(preset, config, trouble=f"does not fit the store: {tiles.measured}")
     batch = config.data.global_batch_size
     while batch > SMALLEST_BATCH and volumes < STEPS_PER_EPOCH * batch:
         batch //= 2
@@ -213,16 +212,16 @@ def _candidate(preset: str, store: Store, volumes: int, runtime: Runtime, reads:
 
     _, sizes = micro_batches(load_config(preset, changed()), store.preprocessing, runtime)
     if not sizes:
-        return Candidate(preset, trouble="does not fit into memory, not even one volume at a time")
+        return Candidate(preset, config, trouble="does not fit into memory, not even one volume at a time")
     # Accelerators gain from larger micro-batches, CPUs do not.
     largest = max(sizes) if runtime.device.type != "cpu" else micro
     wanted["data.per_device_batch_size"] = max(n for n in sizes if n <= max(largest, sizes[0]))
     proposed = load_config(preset, [*changed(), f"steps={steps}"])
     fits = arithmetic(proposed, store, 1, volumes)
     if fits.status == "FAIL":
-        return Candidate(preset, trouble=fits.measured)
+        return Candidate(preset, config, trouble=fits.measured)
     step_s, _ = step_time(proposed, store.preprocessing, runtime)
-    return Candidate(preset, changed(), proposed, max(step_s, batch / reads))
+    return Candidate(preset, proposed, changed(), max(step_s, batch / reads))
 
 
 def _faster_precision(config: PretrainConfig, store: Store, runtime: Runtime) -> Precision:

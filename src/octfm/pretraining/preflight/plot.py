@@ -17,7 +17,7 @@ NAMES = {"D": "B-scan (D)", "H": "row of tokens (H)", "W": "column of tokens (W)
 MAX_POINTS = 2000
 
 
-def draw_plot(path: Path, config: PretrainConfig, store: Store, train_rows: np.ndarray) -> Path:
+def draw_plot(path: Path, config: PretrainConfig, store: Store, train_rows: np.ndarray) -> None:
     """Write a PNG: the run's curves, and how often kept tokens are targets along D, H and W."""
     schedule = Schedule(config.schedule, config.steps)
     steps = np.unique(np.linspace(0, config.steps - 1, min(config.steps, MAX_POINTS)).astype(int))
@@ -53,4 +53,3 @@ def draw_plot(path: Path, config: PretrainConfig, store: Store, train_rows: np.n
         bottom[0].set_title(f"share of kept tokens that are targets, {DRAWS} draws", loc="left")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110, format="png")  # else a name without an ending would get one
-    return path

@@ -6,6 +6,7 @@ The sections follow Mitchell et al. 2019, "Model Cards for Model Reporting" (doi
 import re
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from octfm.errors import one_line
 from octfm.evaluation.scoring import HEADLINE, fails_holm
 from octfm.io.location import Location
 from octfm.report import words
-from octfm.report.card.paper import bibtex, setting, shareable_run
+from octfm.report.card.paper import bibtex, by, setting, shareable_run
 from octfm.report.participants import by_split, characteristics, flow, tested
 from octfm.report.shareable import NAME
 from octfm.report.sources import Sources, lookup, series
@@ -47,6 +48,10 @@ participants that are described below, evaluated again on your own data with par
 - Participants, scanners or protocols other than those described below, without a new evaluation: features may carry the
   scanner more than the eye.
 - Identifying people. Retinal images are biometric data."""
+
+
+_text = partial(escape, quote=False)
+"""Text of Markdown in which nothing opens an HTML element."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ def _model(sources: Sources, name: str) -> str:
     get = partial(setting, sources)
     rows = [
         ("Architecture", f"3-D Vision Transformer, width {get('model', 'width')}, {get('model', 'depth')} blocks, "
-                         f"{get('model', 'heads')} heads, patches of {_by(get('model', 'patch_size'))} voxels"),
+                         f"{get('model', 'heads')} heads, patches of {by(get('model', 'patch_size'))} voxels"),
         ("Parameters", f"{parameters['encoder']:,} in the encoder, {parameters['total']:,} in all networks"
                        if parameters else NOT_STATED),
         ("Objective", words.objective(sources).on_card or words.objective_name(sources)),
@@ -179,7 +184,7 @@ def _model(sources: Sources, name: str) -> str:
     if sources.store is not None:
         pre = sources.store.preprocessing
         mm = " × ".join(f"{n * s:.3g}" for n, s in zip(pre.image_size, pre.target_spacing, strict=True))
-        size = f"{_by(pre.image_size)} voxels (B-scan, axial, lateral)"
+        size = f"{by(pre.image_size)} voxels (B-scan, axial, lateral)"
         rows.append(("Input", f"{size} over {mm} mm; left eyes are mirrored to right"))
         if pre.band != "classic":
             rows.append(("Network that finds tissue bands", pre.band_network))
@@ -325,14 +330,6 @@ def _limits(sources: Sources) -> str:
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(markdown(c) for c in head) + " |", "|" + "---|" * len(head)]
     return "\n".join(lines + ["| " + " | ".join(markdown(str(c)) for c in row) + " |" for row in rows])
-
-
-def _text(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def _by(sizes: Any) -> str:
-    return " × ".join(map(str, sizes)) if isinstance(sizes, (list, tuple)) else str(sizes)
 
 
 def _n(count: int | None) -> str:

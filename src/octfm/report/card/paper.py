@@ -118,6 +118,11 @@ def setting(sources: Sources, *keys: str) -> Any:
     return "unknown" if value is None else value
 
 
+def by(sizes: Any) -> str:
+    """A setting with one size for each axis: `4 × 16 × 16`; any other one as it is."""
+    return " × ".join(map(str, sizes)) if isinstance(sizes, (list, tuple)) else str(sizes)
+
+
 def bibtex(sources: Sources, name: str) -> str:
     """BibTeX entries for the run, octfm, and the methods that the run used."""
     started = str(sources.record.get("started", ""))[:4]
@@ -235,7 +240,7 @@ def _about_model(sources: Sources) -> dict[str, str]:
     return {
         "model": f"The encoder was a 3-D Vision Transformer (width {get('width')}, {get('depth')} blocks, "
         f"{get('heads')} heads{f', {total:,} parameters' if total else ''}) on patches of "
-        f"{' × '.join(map(str, patch)) if isinstance(patch, list) else patch} voxels with {get('positions')} "
+        f"{by(patch)} voxels with {get('positions')} "
         "positions.",
         "initialisation": f"Weights {begun}.",
         "ensembles": "None.",

@@ -1,6 +1,5 @@
 """Charts of the trust report: estimates with intervals in rows, reliability curves, Bland-Altman plots."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,10 +32,10 @@ def bars(title: str, caption: str, rows: Sequence[Bar], axis: str, reference: fl
     known = [(b, b.value) for b in rows if b.value is not None]
     if not known:
         return None
-    labels, key = list(dict.fromkeys(b.label for b, _ in known)), _key(title)
+    labels = list(dict.fromkeys(b.label for b, _ in known))
     series = sorted({b.series for b, _ in known})
     pitch = len(series) + (0.7 if len(series) > 1 else 0)
-    with canvas(key, 6.4, 0.7 + 0.25 * max(2.0, len(labels) * pitch)) as (figure, axes):
+    with canvas(f"trust {title}", 6.4, 0.7 + 0.25 * max(2.0, len(labels) * pitch)) as (figure, axes):
         in_legend: set[int] = set()
         for b, value in known:
             label = b.name if b.name and b.series not in in_legend else None
@@ -53,14 +52,13 @@ def bars(title: str, caption: str, rows: Sequence[Bar], axis: str, reference: fl
         if any(b.name for b, _ in known):
             figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
         spoken = "; ".join(f"{plain(b.label)}{', ' + b.name if b.name else ''} {value:.2f}" for b, value in known)
-        svg = to_svg(figure, key, f"{title}: {spoken}")
+        svg = to_svg(figure, f"{title}: {spoken}")
     return Chart(title, caption, svg)
 
 
 def reliability(row: dict[str, Any], title: str, caption: str) -> Chart:
     """Observed share against predicted probability, with Wilson intervals; the diagonal is a calibrated model."""
-    key = _key(f"reliability {row['target']} {row['encoder']}")
-    with canvas(key, 3.6, 3.1) as (figure, axes):
+    with canvas(f"trust reliability {row['target']} {row['encoder']}", 3.6, 3.1) as (figure, axes):
         axes.plot([0, 1], [0, 1], **REFERENCE)
         curve = row["curve"]
         most = max(point["n"] for point in curve)
@@ -75,19 +73,18 @@ def reliability(row: dict[str, Any], title: str, caption: str) -> Chart:
         spoken = "; ".join(
             f"{p['predicted']:.2f} predicted, {p['observed']:.2f} observed, {p['n']} cases" for p in curve
         )
-        svg = to_svg(figure, key, f"{title}: {spoken}")
+        svg = to_svg(figure, f"{title}: {spoken}")
     return Chart(title, caption, svg)
 
 
 def bland_altman(pair: dict[str, Any], title: str, caption: str) -> Chart:
     """Bland-Altman plot (doi 10.1016/S0140-6736(86)90837-8): difference of two scanners against their mean, per eye.
     Lines are bias and limits of agreement, shaded are their intervals."""
-    key = _key(f"agreement {pair['target']} {pair['a']} {pair['b']}")
     found, points = pair["bland_altman"], sorted(pair["points"], key=lambda point: point[1])
     if len(points) > MAX_POINTS:
         caption += f" Of {len(points):,} points {MAX_POINTS} are drawn, evenly by difference, with both extremes."
         points = [points[i] for i in np.linspace(0, len(points) - 1, MAX_POINTS).round().astype(int)]
-    with canvas(key, 4.2, 2.7) as (figure, axes):
+    with canvas(f"trust agreement {pair['target']} {pair['a']} {pair['b']}", 4.2, 2.7) as (figure, axes):
         mean, difference = zip(*points, strict=True)
         axes.scatter(mean, difference, 11, color=SERIES[0], alpha=0.7, linewidths=0, zorder=3)
         for name, dash in (("lower", DASHED), ("bias", "-"), ("upper", DASHED)):
@@ -99,9 +96,5 @@ def bland_altman(pair: dict[str, Any], title: str, caption: str) -> Chart:
         axes.set_xlabel(f"mean of both, {plain(pair['quantity'])}")
         axes.set_ylabel(f"difference, {plain(pair['quantity'])}")
         spoken = ", ".join(f"{name} {found[name]['estimate']:.2f}" for name in ("bias", "lower", "upper"))
-        svg = to_svg(figure, key, f"{title}, {plain(pair['quantity'])}, {len(pair['points'])} points: {spoken}")
+        svg = to_svg(figure, f"{title}, {plain(pair['quantity'])}, {len(pair['points'])} points: {spoken}")
     return Chart(title, caption, svg)
-
-
-def _key(text: str) -> str:
-    return "trust-" + re.sub(r"\W+", "-", text.lower()).strip("-")

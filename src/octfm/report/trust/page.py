@@ -1,5 +1,6 @@
 """trust.html: how good an encoder is for which people and scanners, and how certain that is; without names or ids."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -100,39 +101,46 @@ def _compared(c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _baseline_charts(result: dict[str, Any]) -> list[Chart]:
+    planned = {c["target"]: c["metric"] for c in reversed(result["comparisons"]) if c["planned"]}
+    rows = [r for r in result["results"] if r["metric"] == planned.get(r["target"], "auroc")]
+    caption = (
+        "95\u00a0% intervals over participants; the dashed line is chance. Overlapping bars do not settle a "
+        "comparison; the paired table does."
+    )
+    return _charts(rows, "{}: every encoder", caption, lambda r: figures.Bar(r["encoder"], r), chance=True)
+
+
+def _charts(
+    rows: Sequence[dict[str, Any]],
+    title: str,
+    caption: str,
+    bar: Callable[[dict[str, Any]], figures.Bar],
+    *,
+    chance: bool = False,
+) -> list[Chart]:
+    """A chart of each target, with a bar for each of its rows; `title` has a place for the target's name."""
     charts = []
-    for target in dict.fromkeys(r["target"] for r in result["results"]):
-        metric = next((c["metric"] for c in result["comparisons"] if c["target"] == target and c["planned"]), None)
-        rows = [r for r in result["results"] if r["target"] == target and r["metric"] == (metric or "auroc")]
-        if not rows:
-            continue
-        caption = (
-            "95\u00a0% intervals over participants; the dashed line is chance. Overlapping bars do not settle a "
-            "comparison; the paired table does."
-        )
-        axis, title = words.NAMES[rows[0]["metric"]], f"{readable(target)}: every encoder"
-        bars = [figures.Bar(r["encoder"], r) for r in rows]
-        charts.append(figures.bars(title, caption, bars, axis, rows[0]["chance"]))
-    return [c for c in charts if c is not None]
+    for target in dict.fromkeys(r["target"] for r in rows):
+        own = [r for r in rows if r["target"] == target]
+        axis, reference = words.NAMES[own[0]["metric"]], own[0]["chance"] if chance else None
+        charts.append(figures.bars(title.format(readable(target)), caption, list(map(bar, own)), axis, reference))
+    return [chart for chart in charts if chart is not None]
 
 
 def _left_out(result: dict[str, Any]) -> dict[str, Any]:
     part = result["left_out_scanner"]
-    reference, regimes, charts = result["reference"], part["regimes"], []
+    reference, regimes = result["reference"], part["regimes"]
     own = [r for r in part["results"] if r["encoder"] == reference]
     caption = (
         "The same tested participants of each scanner, with four training sets of the probe. Hollow: too few for an "
         "interval and left out of the mean."
     )
     series = list(regimes)
-    for target in dict.fromkeys(r["target"] for r in own):
-        rows = [r for r in own if r["target"] == target]
-        bars = [
-            figures.Bar(r["scanner"] or "mean over scanners", r, series.index(r["regime"]), regimes[r["regime"]])
-            for r in rows
-        ]
-        axis = words.NAMES[rows[0]["metric"]]
-        charts.append(figures.bars(f"{readable(target)} by scanner", caption, bars, axis, None))
+
+    def bar(r: dict[str, Any]) -> figures.Bar:
+        who = r["scanner"] or "mean over scanners"
+        return figures.Bar(who, r, series.index(r["regime"]), regimes[r["regime"]])
+
     table: dict[tuple[str, str, str], dict[str, str]] = {}
     for r in part["results"]:
         if r["scanner"] is None:
@@ -141,7 +149,7 @@ def _left_out(result: dict[str, Any]) -> dict[str, Any]:
     pretrained = {r["scanner"]: r["in_pretraining"] for r in own if r["scanner"] is not None}
     return {
         **part,
-        "charts": [c for c in charts if c is not None],
+        "charts": _charts(own, "{} by scanner", caption, bar),
         "regimes": list(regimes.values()),
         "means": [{"target": t, "metric": m, "encoder": e, "cells": cells} for (t, m, e), cells in table.items()],
         "comparisons": [_compared(c) for c in part["comparisons"] if c["encoder"] == reference],
@@ -201,18 +209,15 @@ def _same_eye(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _subgroups(result: dict[str, Any]) -> dict[str, Any]:
-    part, charts = result["subgroups"], []
-    for target in dict.fromkeys(r["target"] for r in part["results"]):
-        rows = [r for r in part["results"] if r["target"] == target]
-        axis = words.NAMES[rows[0]["metric"]]
-        caption = (
-            "Every group separately. Hollow: fewer than 10 participants per class, so no interval and no comparison."
-        )
-        bars = [figures.Bar(f"{r['group']}: {r['value']} ({r['n_participants']})", r) for r in rows]
-        charts.append(figures.bars(f"{readable(target)} by group", caption, bars, axis, None))
+    part = result["subgroups"]
+    caption = "Every group separately. Hollow: fewer than 10 participants per class, so no interval and no comparison."
+
+    def bar(r: dict[str, Any]) -> figures.Bar:
+        return figures.Bar(f"{r['group']}: {r['value']} ({r['n_participants']})", r)
+
     return {
         "sentence": part["sentence"],
-        "charts": [c for c in charts if c is not None],
+        "charts": _charts(part["results"], "{} by group", caption, bar),
         "comparisons": [_compared(c) for c in part["comparisons"] if c["planned"]],
         "silent": sum(not c["planned"] for c in part["comparisons"]),
     }
