@@ -2,6 +2,7 @@
 stay offline."""
 
 import importlib
+import json
 import os
 import re
 import runpy
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -19,6 +21,8 @@ import yaml
 
 import octfm
 from octfm.config import find_config, known_keys
+from octfm.formats import read_overlay
+from octfm.layers.export import label_map
 from octfm.models.objectives.builtin import BUILT_IN
 from octfm.pretraining.settings import PretrainConfig
 from octfm.tasks.finetune_settings import FinetuneConfig
@@ -26,6 +30,7 @@ from octfm.tasks.segment_settings import SegmentConfig
 from support import ROOT, TESTS
 from support.browser import Browser, needs_chromium
 from support.command_line import inside
+from support.segmented import found_in
 from support.small_store import small_preprocessing, small_store
 
 DOCS = ROOT / "docs"
@@ -376,6 +381,43 @@ def test_the_retfound_example_runs(workplace):
     table = pq.read_table(workplace / "runs" / "a" / "embeddings" / "retfound.parquet")
     vectors = np.array(table["vector"].to_pylist())
     assert vectors.shape == (24, 128) and vectors.std(0).min() > 0
+
+
+def test_the_data_set_for_nnunet_has_scan_and_labels_on_one_grid(workplace, monkeypatch):
+    nibabel = pytest.importorskip("nibabel")
+    found = found_in(6, fluid_in=3)
+    monkeypatch.setattr(octfm, "segment", lambda scan: found)
+    run_block(blocks("coming-from.md")["to_nnunet.py"], workplace)
+    folder = workplace / "nnUNet_raw" / "Dataset501_OCT"
+    facts = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
+    assert sorted(facts["labels"].values()) == list(range(13)) and facts["numTraining"] == 1
+    scan, labels = (nibabel.load(folder / name) for name in ("imagesTr/oct_000_0000.nii.gz", "labelsTr/oct_000.nii.gz"))
+    assert scan.shape == labels.shape and scan.header.get_zooms() == pytest.approx(found.spacing_mm[::-1])
+    np.testing.assert_array_equal(scan.affine, labels.affine)
+    # As a prediction comes back: with neither names nor a JSON.
+    back = read_overlay(folder / "labelsTr" / "oct_000.nii.gz", of=replace(found.volume, source=workplace / "scan.dcm"))
+    np.testing.assert_array_equal(back.values, label_map(found)[0])
+    fluid = back.values == facts["labels"]["intraretinal_fluid"]
+    np.testing.assert_array_equal(fluid, found.masks["intraretinal_fluid"])
+
+
+@pytest.mark.parametrize("superior_first", [True, False])
+def test_the_eyepy_example_keeps_pixels_and_lines_and_begins_with_the_lowest_bscan(
+    workplace, monkeypatch, superior_first
+):
+    pytest.importorskip("eyepy", reason="install the extra `peers`", exc_type=ImportError)
+    found = found_in(6, fluid_in=3)
+    voxels = found.volume.voxels + np.arange(6, dtype=np.uint8)[:, None, None]
+    found = replace(found, volume=replace(found.volume, voxels=voxels, superior_first=superior_first))
+    monkeypatch.setattr(octfm, "segment", lambda scan: found)
+    compare = f"""
+import numpy as np
+lowest_first = slice(None, None, {-1 if superior_first else 1})
+assert np.array_equal(eye.data[lowest_first], volume.voxels) and eye.laterality == "OD"
+assert np.array_equal(eye.layers["bm"].data[lowest_first], found.surfaces["bm"])
+assert eye.scale == found.spacing_mm and eye[0].meta["start_pos"][1] > eye[5].meta["start_pos"][1]
+"""
+    run_block(blocks("coming-from.md")["to_eyepy.py"] + compare, workplace)
 
 
 @pytest.mark.slow

@@ -278,6 +278,15 @@ def test_the_task_of_ones_own_in_the_guide_runs_and_reads_tokens_as_heads_do(wor
     means = [own[chosen].mean(0) for own, chosen in zip(tokens, tissue, strict=True)]
     np.testing.assert_allclose(vectors, means, atol=1e-5)
 
+    space["head"] = torch.nn.Linear(network.num_features, 1)
+    run_example("layer_rates.py", space)
+    rates = {p: group["lr"] for group in space["optimizer"].param_groups for p in group["params"]}
+    first, last = network.blocks
+    ordered = (network.patch_embed.bias, first.norm1.bias, last.norm1.bias, network.norm.bias)
+    assert [rates[p] for p in ordered] == pytest.approx([1e-4 * 0.75**level for level in (3, 2, 1, 0)])
+    assert rates[space["head"].bias] == 1e-3
+    assert rates.keys() == {*network.parameters(), *space["head"].parameters()}
+
     run_example("survival_loss.py", space)
     rates = torch.zeros(3, requires_grad=True)
     space["loss_of"](rates, batch).backward()
