@@ -257,7 +257,7 @@ def test_decompression_bombs_are_refused_before_they_inflate(tmp_path, image, mo
     monkeypatch.setattr(
         archives,
         "_content",
-        lambda file, start, member, uri: opened.append(member.name) or inflate(file, start, member, uri),
+        lambda file, start, member, uri: opened.append(member.filename) or inflate(file, start, member, uri),
     )
     noise = np.random.default_rng(0).bytes(2**22 + 1)
     write_zip(tmp_path / "x.zip", {"good.dcm": image, "zeros.dcm": bytes(2**21), "large.dcm": noise})

@@ -190,23 +190,31 @@ def compare_copies(
     for header, reject in duplicates:
         copy, first = copy_of.get(reject.uri), filed.get(header.sop_instance_uid)
         if copy and first and reject.code == "duplicate_sop_uid":
-            filing = filed_otherwise(copy, first)
-            described = described_otherwise(copy, first, copy.spacing_mm, first.spacing_mm)
-            if {header.superior_first, header_of[first.uri].superior_first} == {True, False}:
-                described.append("its B-scans in the other order")
-            differences = [*filing.values(), *described]
-            code, sentence = describe_copy(copy, first, differences)
-            now = doubted(kept[first.sop_instance_uid], filing)
-            now = flagged(now, CONTRADICTS) if described else now
+            reverse = {header.superior_first, header_of[first.uri].superior_first} == {True, False}
+            also = ["its B-scans in the other order"] if reverse else []
+            now = kept[first.sop_instance_uid]
+            kept[first.sop_instance_uid], (code, sentence), differ = beside_copy(now, copy, first, also)
             if code == OF_TWO:
                 reject = replace(reject, code=code, sentence=sentence, refers_to=first.sop_instance_uid)
-                now = flagged(now, OF_TWO)
                 pairs[copy.uri] = (copy.participant, first.participant)
-            elif differences:
+            elif differ:
                 reject = replace(reject, sentence=sentence)
-            kept[first.sop_instance_uid] = now
         rejects.append(reject)
     return list(kept.values()), rejects, pairs
+
+
+def beside_copy(
+    kept: Acquisition, copy: Acquisition, first: Acquisition, also: Sequence[str] = ()
+) -> tuple[Acquisition, tuple[str, str], bool]:
+    """`kept`, the row of `first` by now, without what its copy contradicts and with flags for it; `describe_copy` of
+    both; and whether they differ. `also`: further differences that were found."""
+    filing = filed_otherwise(copy, first)
+    described = [*described_otherwise(copy, first, copy.spacing_mm, first.spacing_mm), *also]
+    code, sentence = describe_copy(copy, first, [*filing.values(), *described])
+    kept = doubted(kept, filing)
+    for flag, applies in ((CONTRADICTS, described), (OF_TWO, code == OF_TWO)):
+        kept = flagged(kept, flag) if applies else kept
+    return kept, (code, sentence), bool(filing or described)
 
 
 def filed_otherwise(copy: Filed, first: Filed) -> dict[str, str]:

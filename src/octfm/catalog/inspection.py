@@ -13,16 +13,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from octfm.catalog.acquisition import Acquisition, Reject
-from octfm.catalog.duplicates import (
-    CONTRADICTS,
-    OF_TWO,
-    describe_copy,
-    described_otherwise,
-    doubted,
-    filed_otherwise,
-    first_filed,
-    flagged,
-)
+from octfm.catalog.duplicates import OF_TWO, beside_copy, first_filed
 from octfm.errors import ReadError
 from octfm.formats import read_volume
 from octfm.formats.bscans import Reader
@@ -64,16 +55,11 @@ def inspect_pixels(
         if first is None:
             kept[acquisition.uri], seen[acquisition.uri] = acquisition, outcome
             continue
-        differences, original = filed_otherwise(acquisition, first), ""
-        described = described_otherwise(acquisition, first, acquisition.spacing_mm, first.spacing_mm)
-        code, sentence = describe_copy(acquisition, first, [*differences.values(), *described])
-        kept[first.uri] = doubted(kept[first.uri], differences)
-        if described:
-            kept[first.uri] = flagged(kept[first.uri], CONTRADICTS)
+        kept[first.uri], (code, sentence), _ = beside_copy(kept[first.uri], acquisition, first)
+        original = ""
         if code == OF_TWO:
             original = first.sop_instance_uid
             pairs.append((acquisition.participant, first.participant))
-            kept[first.uri] = flagged(kept[first.uri], OF_TWO)
         rejects.append(Reject(acquisition.uri, code, sentence, file_size(acquisition.uri), original))
     found = [replace(a, flags=(*a.flags, *seen[a.uri].flags(a.laterality))) for a in kept.values()]
     return found, rejects, pairs

@@ -354,7 +354,7 @@ def _unpack(found: Found, root: Location, into: Path, tables: Tables) -> None:
         raise CatalogError(
             f"--extract {into}: expected a folder outside {root}: the next scan would find every file twice"
         )
-    needed = sum(member.size for archive in found.archives for member in archive.members.values())
+    needed = sum(member.file_size for archive in found.archives for member in archive.members.values())
     into.mkdir(parents=True, exist_ok=True)
     if needed > (free := shutil.disk_usage(into).free):
         raise CatalogError(

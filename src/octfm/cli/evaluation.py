@@ -66,8 +66,8 @@ def probe(
     from octfm.evaluation.probe import probe as run_probe
     from octfm.evaluation.probe import summary_lines, write_probe
     from octfm.evaluation.readouts import choose_readout
+    from octfm.io.progress import say
     from octfm.run.bucket import local_run
-    from octfm.store.exclusion import to_stderr
     from octfm.weights.exported import refuse_inside_export
 
     chosen = choose_readout(readout)
@@ -80,7 +80,7 @@ def probe(
     if exclude is not None:
         # Warnings about unmatched lines of --exclude are the same for every encoder: print them once.
         files = [
-            without_excluded_vectors(read_embeddings(file), exclude, (lambda line: None) if i else to_stderr)
+            without_excluded_vectors(read_embeddings(file), exclude, (lambda line: None) if i else say)
             for i, file in enumerate(files)
         ]
     arms = make_arms(files)

@@ -13,7 +13,8 @@ from octfm.display import brief, data_frame, number, with_labels
 from octfm.errors import Echo, EvaluationError, reason_of
 from octfm.io.location import BucketPath, Location, from_json, location
 from octfm.io.parquet import from_parquet
-from octfm.store.exclusion import excluded, to_stderr
+from octfm.io.progress import say
+from octfm.store.exclusion import excluded
 from octfm.store.store import Store
 from octfm.volume.volume import eye_id_of
 
@@ -90,7 +91,7 @@ class Embeddings:
         return data_frame(rows).set_index("acquisition") if rows else data_frame(rows)
 
 
-def without_excluded_vectors(embeddings: Embeddings, file: str | Path, echo: Echo = to_stderr) -> Embeddings:
+def without_excluded_vectors(embeddings: Embeddings, file: str | Path, echo: Echo = say) -> Embeddings:
     """The vectors whose acquisition or participant `file` does not list; uris in it are ignored."""
     names = zip(embeddings.acquisition.tolist(), embeddings.participant.tolist(), strict=True)
     kept = np.flatnonzero(~excluded(file, names, embeddings.path, echo=echo))

@@ -228,10 +228,8 @@ def _opened(file, uri: str, formats: tuple[str, ...] = ("PNG", "TIFF", "BMP", "J
 
     file.seek(0)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(file, formats=formats) as image:
-                yield image
+        with warnings.catch_warnings(action="ignore"), Image.open(file, formats=formats) as image:
+            yield image
     except Image.DecompressionBombError:
         raise ReadError("absurd_size", f"{uri}: more pixels than any B-scan has; fetch or export it again") from None
     except UnidentifiedImageError:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipInfo
 
 from octfm.addresses import mask_path
 from octfm.errors import ReadError, reason_of
@@ -40,20 +41,6 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
-class Member:
-    """A member that may be read, as the archive's central directory describes it."""
-
-    name: str
-    """Path inside the archive, with / between folders; never leaves it."""
-    stored_name: str
-    header_offset: int
-    compressed: int
-    size: int
-    crc: int
-    method: int
-
-
-@dataclass(frozen=True)
 class Refused:
     """A member that must not be read, and why."""
 
@@ -69,7 +56,8 @@ class Archive:
     """The checked directory of a ZIP archive."""
 
     path: str
-    members: dict[str, Member]
+    members: dict[str, ZipInfo]
+    """Path inside the archive, with / between folders, which never leaves it → what its central directory says."""
     refused: tuple[Refused, ...]
 
     @cached_property
@@ -155,8 +143,8 @@ def read_start(uri: str | Location, count: int) -> bytes:
     with open_binary(inside[0], in_place=True) as file:
         member = _member(*inside, uri)
         file.seek(_data_offset(file, member, uri))
-        if member.method == zipfile.ZIP_STORED:
-            return file.read(min(count, member.size))
+        if member.compress_type == ZIP_STORED:
+            return file.read(min(count, member.file_size))
         return _inflated(file, member, uri, most=count)
 
 
@@ -181,8 +169,8 @@ def open_file(uri: str | Location, *, whole: bool = False) -> Iterator[BinaryIO]
         with open_binary(archive, in_place=True) as file:
             member = _member(archive, name, uri)
             start = _data_offset(file, member, uri)
-            if member.method == zipfile.ZIP_STORED and not whole:
-                with _Frugal(_Window(file, start, member.size, name)) as window:
+            if member.compress_type == ZIP_STORED and not whole:
+                with _Frugal(_Window(file, start, member.file_size, name)) as window:
                     yield cast(BinaryIO, window)
                 return
             content = io.BytesIO(_content(file, start, member, uri))
@@ -224,7 +212,7 @@ def file_size(uri: str | Location) -> int:
         if is_folder(uri):
             return sum(file_size(file) for file in list_folder(uri))
         if inside := split_uri(uri):
-            return open_archive(inside[0]).members[inside[1]].size
+            return open_archive(inside[0]).members[inside[1]].file_size
         return known(uri).size if is_remote(uri) else Path(uri).stat().st_size
     except (OSError, ReadError, KeyError):
         return 0
@@ -268,10 +256,10 @@ def unpack(archive: Archive, folder: Path) -> dict[str, Path]:
     return written
 
 
-def _holds(file: Path, member: Member) -> bool:
+def _holds(file: Path, member: ZipInfo) -> bool:
     """Whether the file is this member, unpacked earlier; a new archive may hold other voxels of the same size."""
-    same_size = file.is_file() and file.stat().st_size == member.size
-    return same_size and zlib.crc32(file.read_bytes()) == member.crc
+    same_size = file.is_file() and file.stat().st_size == member.file_size
+    return same_size and zlib.crc32(file.read_bytes()) == member.CRC
 
 
 # ---- listing -----------------------------------------------------------------------------------------------------
@@ -312,7 +300,7 @@ def _listed(path: str, version: int | str, size: int) -> Archive:  # noqa: ARG00
             problem = "decompression_bomb", "shares its bytes with another member; create the archive again"
         elif entry.flag_bits & 0x1:
             problem = "unsupported_member", "is encrypted; unpack it with its password"
-        elif entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        elif entry.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
             found = f"compression method {entry.compress_type}, expected stored or deflated; unpack it"
             problem = "unsupported_member", found
         elif entry.file_size > MAX_MEMBER_BYTES or (
@@ -326,8 +314,7 @@ def _listed(path: str, version: int | str, size: int) -> Archive:  # noqa: ARG00
             uri = f"{path}{MEMBER}{_shown(entry.orig_filename)}"
             refused.append(Refused(uri, problem[0], f"{uri}: {problem[1]}", entry.file_size))
         elif name is not None:
-            where, sizes = (entry.orig_filename, entry.header_offset), (entry.compress_size, entry.file_size)
-            members[name] = Member(name, *where, *sizes, entry.CRC, entry.compress_type)
+            members[name] = entry
     return Archive(path, dict(sorted(members.items())), tuple(refused))
 
 
@@ -346,7 +333,7 @@ def _shown(name: str) -> str:
     return name.encode("unicode_escape").decode("ascii")[:200]
 
 
-def _overlapping(entries: list[zipfile.ZipInfo]) -> set[int]:
+def _overlapping(entries: list[ZipInfo]) -> set[int]:
     """Header offsets of members that share bytes of the archive."""
     order = sorted(entries, key=lambda entry: entry.header_offset)
     found, end, holder = set(), -1, -1
@@ -362,7 +349,7 @@ def _overlapping(entries: list[zipfile.ZipInfo]) -> set[int]:
 # ---- reading -----------------------------------------------------------------------------------------------------
 
 
-def _member(archive: str, name: str, uri: str) -> Member:
+def _member(archive: str, name: str, uri: str) -> ZipInfo:
     listed = open_archive(archive)
     if name in listed.members:
         return listed.members[name]
@@ -372,7 +359,7 @@ def _member(archive: str, name: str, uri: str) -> Member:
     raise ReadError("unreadable", f"{uri}: no such member in the archive, which may have changed; scan again")
 
 
-def _data_offset(file: BinaryIO, member: Member, uri: str) -> int:
+def _data_offset(file: BinaryIO, member: ZipInfo, uri: str) -> int:
     """Offset of the member's data. Raises ReadError unless its local header agrees with the central directory."""
     file.seek(member.header_offset)
     head = file.read(_LOCAL_HEADER.size)
@@ -381,42 +368,43 @@ def _data_offset(file: BinaryIO, member: Member, uri: str) -> int:
     fields = _LOCAL_HEADER.unpack(head)
     flags, name_length, extra_length = fields[2], fields[9], fields[10]  # flag 0x800: the name is UTF-8
     name = file.read(name_length)
-    if name.decode("utf-8" if flags & 0x800 else "cp437", "replace") != member.stored_name:
+    if name.decode("utf-8" if flags & 0x800 else "cp437", "replace") != member.orig_filename:
         raise _damaged(uri, "local header and directory give different names")
     start = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-    if start + member.compressed > file.seek(0, io.SEEK_END):
+    if start + member.compress_size > file.seek(0, io.SEEK_END):
         raise _damaged(uri, "the archive ends in the middle of this member")
-    if member.method == zipfile.ZIP_STORED and member.size != member.compressed:
-        raise _damaged(uri, f"stored as {member.compressed:,} bytes, but the directory claims {member.size:,}")
+    if member.compress_type == ZIP_STORED and member.file_size != member.compress_size:
+        raise _damaged(uri, f"stored as {member.compress_size:,} bytes, but the directory claims {member.file_size:,}")
     return start
 
 
-def _content(file: BinaryIO, start: int, member: Member, uri: str) -> bytes:
+def _content(file: BinaryIO, start: int, member: ZipInfo, uri: str) -> bytes:
     """All bytes of the member. Raises ReadError unless size and checksum agree with the directory."""
     file.seek(start)
-    content = file.read(member.compressed) if member.method == zipfile.ZIP_STORED else _inflated(file, member, uri)
-    if len(content) != member.size or zlib.crc32(content) != member.crc:
+    stored = member.compress_type == ZIP_STORED
+    content = file.read(member.compress_size) if stored else _inflated(file, member, uri)
+    if len(content) != member.file_size or zlib.crc32(content) != member.CRC:
         raise _damaged(uri, "size or checksum differs from the directory")
     return content
 
 
-def _inflated(file: BinaryIO, member: Member, uri: str, most: int | None = None) -> bytes:
+def _inflated(file: BinaryIO, member: ZipInfo, uri: str, most: int | None = None) -> bytes:
     """Inflate all bytes of the member, or the first `most`."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)  # negative: raw deflate, without a zlib header
-    pieces, inflated, left = [], 0, member.compressed
+    pieces, inflated, left = [], 0, member.compress_size
     try:
         while left and (packed := file.read(min(left, _CHUNK))):
             left -= len(packed)
             # Allow one byte more than claimed, to detect a surplus without inflating all of it.
-            limit = member.size if most is None else min(most, member.size)
+            limit = member.file_size if most is None else min(most, member.file_size)
             pieces.append(inflater.decompress(packed, limit - inflated + 1))
             inflated += len(pieces[-1])
             if most is not None and inflated >= most:
                 return b"".join(pieces)[:most]
-            if inflated > member.size:
+            if inflated > member.file_size:
                 raise ReadError(
                     "decompression_bomb",
-                    f"{uri}: inflates beyond the {member.size:,} bytes that the directory claims; "
+                    f"{uri}: inflates beyond the {member.file_size:,} bytes that the directory claims; "
                     "create the archive again",
                 )
     except zlib.error:

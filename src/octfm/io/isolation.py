@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from octfm.errors import ConfigError
 from octfm.io.heap import ENVIRONMENT
@@ -39,7 +39,7 @@ _OF_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Terminals and schedulers send them to the whole group; the parent decides, and children ignore them."""
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from octfm.io.isolation import serve; serve(int(sys.argv[2]))"
+    "from octfm.io.isolation import serve; serve(*map(int, sys.argv[2:]))"
 )
 _HOME = Path(__file__).absolute().parents[2]
 """The folder that octfm is imported from; an editable install may find it without sys.path."""
@@ -128,7 +128,7 @@ class _Child:
         """True once its function has raised and it has left the batch: it then waits for the next request."""
         self.surroundings = _surroundings()
         # -P keeps the current folder out of sys.path until _START has replaced it.
-        start = [sys.executable, "-P", "-c", _START, json.dumps(import_path()), str(os.getpid())]
+        start = [sys.executable, "-P", "-c", _START, json.dumps(import_path()), str(os.getpid()), str(memory)]
         environment = {**ENVIRONMENT, **os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(_python_path())}
         # Inherited, until `serve` ignores them: Ctrl-C during its imports would print a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUP)
@@ -143,7 +143,6 @@ class _Child:
         self._poll = select.poll()
         self._poll.register(self._replies, select.POLLIN)
         self._buffer = bytearray()
-        self._write(pickle.dumps(memory))
         if isinstance(ready := self.receive(_START_S), Lost):
             advice = {
                 "decoder_memory": "free memory, or choose fewer workers",
@@ -295,22 +294,20 @@ def _surroundings() -> tuple:
 # ---- the child's side --------------------------------------------------------------------------------------------
 
 
-def serve(parent: int) -> None:
+def serve(parent: int, memory: int) -> None:
     """Answer requests until the parent is gone or sends none for IDLE_S."""
     # Decoders print to stdout, which must not get mixed with the replies.
-    requests, replies = os.dup(0), os.dup(1)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number in _OF_GROUP:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUP)
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
-    memory = pickle.loads(_read_message(requests))
     _limit(memory)
     _answer(replies, None, True)
-    while True:
-        if not select.select([requests], [], [], IDLE_S)[0]:
-            return
+    # Each request follows the answers to the one before, so none waits in the buffer of `requests`.
+    while select.select([requests], [], [], IDLE_S)[0]:
         try:
             function, items = pickle.loads(_read_message(requests))
         except ImportError as error:
@@ -341,7 +338,7 @@ def _limit(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 
-def _answer(replies: int, error: BaseException | None, result: Any) -> bool:
+def _answer(replies: BinaryIO, error: BaseException | None, result: Any) -> bool:
     """Send an exception or a result, and return whether the batch goes on, which any exception but MemoryError ends."""
     goes_on = error is None or isinstance(error, MemoryError)
     try:
@@ -353,29 +350,24 @@ def _answer(replies: int, error: BaseException | None, result: Any) -> bool:
         message = pickle.dumps(
             (RuntimeError(f"{type(error).__name__}: {error}" if error else f"cannot pickle a result: {problem}"), None)
         )
-    data = memoryview(_HEAD.pack(len(message)) + message)
     try:
-        while data:
-            data = data[os.write(replies, data) :]
+        replies.write(_HEAD.pack(len(message)) + message)
+        replies.flush()
     except BrokenPipeError:  # the parent was killed
         os._exit(0)
     return goes_on
 
 
-def _read_message(requests: int) -> bytes:
+def _read_message(requests: BinaryIO) -> bytes:
     (length,) = _HEAD.unpack(_read(requests, _HEAD.size))
     return _read(requests, length)
 
 
-def _read(requests: int, count: int) -> bytes:
-    pieces, left = [], count
-    while left:
-        piece = os.read(requests, min(left, 2**20))
-        if not piece:
-            os._exit(0)
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)
+def _read(requests: BinaryIO, count: int) -> bytes:
+    content = requests.read(count)
+    if len(content) < count:  # the parent is gone
+        os._exit(0)
+    return content
 
 
 def _exit_with(parent: int) -> None:

@@ -1,6 +1,5 @@
 """Lists of volumes to exclude: one acquisition, uri or participant per line; `#` begins a comment."""
 
-import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,18 +9,14 @@ import numpy as np
 from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.columns import composed
 from octfm.catalog.participants.ids import person_key
-from octfm.errors import ConfigError, Echo, one_line
+from octfm.errors import ConfigError, Echo
 from octfm.io.location import local_path
+from octfm.io.progress import say
 from octfm.store.store import Store
 
 HINTS = 3
 """Most lines without a volume for which the nearest name is looked up: with 500,000 volumes, that takes six seconds
 each."""
-
-
-def to_stderr(line: str) -> None:
-    """Print to standard error, so that standard output stays free for results."""
-    print(one_line(line), file=sys.stderr)
 
 
 def named_lines(file: str | Path) -> dict[str, int]:
@@ -47,7 +42,7 @@ def named_lines(file: str | Path) -> dict[str, int]:
 
 
 def excluded(
-    file: str | Path, volumes: Iterable[tuple[str, ...]], of: str, known: Iterable[str] = (), echo: Echo = to_stderr
+    file: str | Path, volumes: Iterable[tuple[str, ...]], of: str, known: Iterable[str] = (), echo: Echo = say
 ) -> np.ndarray:
     """bool [n]: True for each of `volumes` (given by all its names, the participant last) that the file lists, a
     participant in any spelling of the id.
@@ -80,7 +75,7 @@ def excluded(
     return out
 
 
-def without_excluded(store: Store, file: str | Path | None, echo: Echo = to_stderr) -> Store:
+def without_excluded(store: Store, file: str | Path | None, echo: Echo = say) -> Store:
     """The store without the volumes listed in `file`, renumbered as if they had never been prepared."""
     if file is None:
         return store
@@ -93,7 +88,7 @@ def without_excluded(store: Store, file: str | Path | None, echo: Echo = to_stde
 
 
 def without_excluded_files(
-    acquisitions: tuple[Acquisition, ...], file: str | Path | None, of: str, echo: Echo = to_stderr
+    acquisitions: tuple[Acquisition, ...], file: str | Path | None, of: str, echo: Echo = say
 ) -> tuple[Acquisition, ...]:
     """The acquisitions of a catalog except those listed in `file`."""
     if file is None:

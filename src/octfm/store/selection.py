@@ -8,7 +8,8 @@ import numpy as np
 from octfm.catalog.participants.ids import under_one_id
 from octfm.errors import ConfigError, Echo, StoreError
 from octfm.io.hashing import hash_text
-from octfm.store.exclusion import to_stderr, without_excluded
+from octfm.io.progress import say
+from octfm.store.exclusion import without_excluded
 from octfm.store.layout import StoreRow
 from octfm.store.store import Store
 from octfm.volume.volume import MODALITIES, RASTER_ONLY, STRUCTURE_ONLY, Admissible, Modality
@@ -105,7 +106,7 @@ def to_evaluate(
     store: Store,
     exclude: str | Path | None = None,
     modalities: Sequence[Modality] | None = None,
-    echo: Echo = to_stderr,
+    echo: Echo = say,
 ) -> Store:
     """The volumes of a store that an evaluation uses: of these modalities, without those listed in `exclude`.
 

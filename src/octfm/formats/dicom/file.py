@@ -114,10 +114,13 @@ def guarded(uri: str, whole: bool = False) -> Iterator[BinaryIO]:
 
 @contextmanager
 def refusing_damage(uri: str) -> Iterator[None]:
-    """Convert what pydicom raises on damaged input, while parsing or at first access to a value, to ReadError."""
+    """Convert what pydicom raises on damaged input, while parsing or at first access to a value, to ReadError, and
+    silence its warnings: they quote values of the file. What matters in them is checked here and has a code."""
+    from pydicom.config import disable_value_validation
+
     damaged = _damage()
     try:
-        with _quiet_pydicom():
+        with disable_value_validation(), warnings.catch_warnings(action="ignore"):
             yield
     except OSError as error:
         raise cannot_open(uri, error) from None
@@ -132,22 +135,6 @@ def _damage() -> tuple[type[Exception], ...]:
     from pydicom.errors import BytesLengthException, InvalidDicomError
 
     return (*DAMAGE, StopIteration, BytesLengthException, InvalidDicomError, struct.error, zlib.error)
-
-
-@contextmanager
-def _quiet_pydicom() -> Iterator[None]:
-    """Silence pydicom: its warnings quote values of the file. What matters in them is checked here and has a code."""
-    from pydicom import config
-
-    # A global setting of pydicom, restored for other users in this process.
-    before = config.settings.reading_validation_mode
-    config.settings.reading_validation_mode = config.IGNORE
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        config.settings.reading_validation_mode = before
 
 
 def _parse(file: BinaryIO, uri: str) -> tuple[FileHeader, BinaryIO, int]:
