@@ -39,11 +39,10 @@ fi
 export PYTHONPATH=$PWD/src:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 wheels=()
-for module in torch numpy yaml pydantic google_crc32c pytest; do
+for module in torch numpy yaml tensorstore pydantic pytest; do
     "$python" -c "import $module" 2>/dev/null && continue
     case "$module" in
         pydantic) wheels+=(wheels/pydantic*.whl wheels/annotated_types*.whl wheels/typing_*.whl) ;;
-        google_crc32c) wheels+=(wheels/google_crc32c*.whl) ;;
         pytest) wheels+=(wheels/pytest*.whl wheels/pluggy*.whl wheels/iniconfig*.whl wheels/packaging*.whl wheels/pygments*.whl) ;;
         *)
             echo "$python has no $module; name another interpreter with PYTHON=" >&2
@@ -53,7 +52,7 @@ for module in torch numpy yaml pydantic google_crc32c pytest; do
 done
 for wheel in "${wheels[@]}"; do
     if [ ! -f "$wheel" ]; then
-        echo "$python lacks packages, and there is no $wheel; install pydantic, google-crc32c and pytest, or use launch/gpu_bundle.sh" >&2
+        echo "$python lacks packages, and there is no $wheel; install pydantic and pytest, or use launch/gpu_bundle.sh" >&2
         exit 1
     fi
 done

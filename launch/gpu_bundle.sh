@@ -4,8 +4,8 @@
 #   launch/gpu_bundle.sh octfm-gpu.tar.gz [--peer VJEPA2_CLONE] [--no-wheels]
 #   (there) tar xzf octfm-gpu.tar.gz && octfm-gpu/launch/gpu.sh
 #
-# In it are the code as it is in the working tree, its commit, and wheels of pydantic, google-crc32c and pytest with what
-# they need, for Python OCTFM_GPU_PYTHON (default 3.12) on Linux x86-64. torch, numpy and pyyaml have to be there already.
+# In it are the code as it is in the working tree, its commit, and wheels of pydantic and pytest with what they need, for
+# Python OCTFM_GPU_PYTHON (default 3.12) on Linux x86-64. torch, numpy, pyyaml and tensorstore have to be there already.
 # --peer takes along the Python files of facebookresearch/vjepa2, to compare with.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -54,7 +54,7 @@ if [ -n "$wheels" ]; then
     "${PYTHON:-python3}" -m pip --disable-pip-version-check download -q -d "$there/wheels" --only-binary=:all: \
         --implementation cp --python-version "${OCTFM_GPU_PYTHON:-3.12}" --platform manylinux_2_28_x86_64 \
         --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-        pydantic google-crc32c pytest
+        pydantic pytest
 fi
 tar czf "$archive" -C "$work" octfm-gpu
 echo "$archive: $(du -h "$archive" | cut -f1), commit $(cat "$there/COMMIT")"

@@ -1,6 +1,6 @@
 """The device of these tests: CUDA, or with OCTFM_GPU_TESTS_ON=cpu a rehearsal of them on the CPU.
 
-They need torch, numpy, pyyaml, pydantic, google-crc32c and pytest, and nothing else of what octfm depends on.
+They need torch, numpy, pyyaml, pydantic, tensorstore and pytest, and nothing else of what octfm depends on.
 """
 
 import os

@@ -35,7 +35,7 @@ TRAINING_PATH = [
     "octfm.encoder.encoder",
     "octfm.tasks.finetune",
 ]
-LIGHT = {"torch", "numpy", "yaml", "pydantic", "google_crc32c"}
+LIGHT = {"torch", "numpy", "yaml", "pydantic", "tensorstore"}
 
 
 def name_of(path: Path) -> str:

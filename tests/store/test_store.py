@@ -11,6 +11,7 @@ readable:
 
 import json
 import math
+import os
 import pickle
 import shlex
 import shutil
@@ -29,6 +30,7 @@ from zarr.core.buffer import cpu
 from zarr.storage import MemoryStore
 
 from octfm.errors import StoreError
+from octfm.store.arrays import TensorStoreArrays
 from octfm.store.layout import ARRAYS, Arrays, array_metadata, checksum, read_rows, shapes, shard_key, to_line
 from octfm.store.phantoms import MixedStore, PhantomConfig, PhantomStore
 from octfm.store.shards import ShardArrays, encode
@@ -47,6 +49,11 @@ def store(request, tmp_path_factory) -> Store:
     return write_store(tmp_path_factory.mktemp(request.param) / "store", 7, compression=request.param)
 
 
+@pytest.fixture
+def without_crc32c(monkeypatch):
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+
+
 def assert_equals_samples(arrays: Arrays, numbers, image_size=SMALL.image_size):
     for place, number in enumerate(numbers):
         sample = prepared(int(number), image_size)
@@ -62,6 +69,26 @@ def test_reading_returns_what_was_written_in_the_order_asked(store, indices):
     arrays = store.read(indices)
     assert arrays.voxels.shape == (len(indices), *SMALL.image_size)
     assert_equals_samples(arrays, indices)
+
+
+def test_tensorstore_reads_the_same_where_google_crc32c_is_absent(store, without_crc32c):
+    fresh = Store.open(store.path, threads=2)
+    assert_equals_samples(fresh.read([5, 0, 5]), [5, 0, 5])
+    assert type(fresh._arrays).__name__ == "TensorStoreArrays"
+
+
+def test_a_fork_without_google_crc32c_is_an_error_and_not_a_crash(store, without_crc32c):
+    """tensorstore ends a process that was forked after its import."""
+    Store.open(store.path).read([0])
+    fresh, (reader, writer) = Store.open(store.path), os.pipe()
+    if not (child := os.fork()):
+        try:
+            fresh.read([0])
+        except StoreError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.close(writer)
+    assert os.waitpid(child, 0)[1] == 0 and b"install it, or spawn" in os.read(reader, 1000)
 
 
 def test_any_zarr_reader_sees_one_array_of_volumes(store):
@@ -95,10 +122,8 @@ def test_shards_are_what_zarr_writes(size, compression):
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize("crc", [True, False])
-def test_each_reader_reads_what_each_writer_wrote(tmp_path, compression, crc):
+def test_each_reader_reads_what_each_writer_wrote(tmp_path, monkeypatch, compression, crc):
     """octfm, zarr and tensorstore."""
-    import tensorstore
-
     size = (32, 24, 16)
     sample = {
         name: (np.arange(np.prod(shape)) * 7 % 201).astype(ARRAYS[name]).reshape(shape)
@@ -110,11 +135,14 @@ def test_each_reader_reads_what_each_writer_wrote(tmp_path, compression, crc):
         (folder / "zarr.json").write_text(json.dumps(array_metadata(name, 3, size, compression, crc)))
         (folder / shard_key(0)).write_bytes(encode(name, values, size, compression, crc))
         (folder / shard_key(1)).write_bytes(written_by_zarr(name, values, size, compression, crc))
-        theirs = tensorstore.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder}/"}}).result()
-        theirs[2] = values
-        ours = np.empty((3, *values.shape), ARRAYS[name])
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "google_crc32c", None)
+            (folder / shard_key(2)).write_bytes(encode(name, values, size, compression, crc))
+    for name, values in sample.items():
+        ours, theirs = np.empty((2, 3, *values.shape), ARRAYS[name])
         ShardArrays(tmp_path, compression, crc, 2).read_into(name, np.arange(3), ours)
-        for found in (ours, theirs.read().result(), zarr.open_array(folder, mode="r")[:]):
+        TensorStoreArrays(tmp_path, 2).read_into(name, np.arange(3), theirs)
+        for found in (ours, theirs, zarr.open_array(tmp_path / name, mode="r")[:]):
             np.testing.assert_array_equal(found, np.stack([values] * 3))
 
 
@@ -211,7 +239,10 @@ def test_a_changed_byte_is_found_by_the_checksum(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["voxels", "band", "valid"])
-def test_a_lost_shard_is_an_error_and_never_zeros(own, name):
+@pytest.mark.parametrize("reader", ["octfm", "tensorstore"])
+def test_a_lost_shard_is_an_error_and_never_zeros(own, name, reader, request):
+    if reader == "tensorstore":
+        request.getfixturevalue("without_crc32c")
     (own.path / name / "c.2.0.0.0").unlink()
     with pytest.raises(StoreError, match=rf"{name}.c\.2\.0\.0\.0: volume 2 \(1\.2\.3\.2\) cannot be read.*prepare"):
         Store.open(own.path).read([0, 2])

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,21 +54,25 @@ def flip(file: Path, bit: int) -> bytes:
     return good
 
 
+@pytest.mark.parametrize("reader", ["octfm", "tensorstore"])
 @pytest.mark.parametrize("kind", KINDS)
 @MANY
 @given(st.sampled_from(sorted(ARRAYS)), st.integers(0, 2), st.integers(0, 10**9))
-def test_no_flipped_bit_of_a_shard_is_read(stores, kind, name, row, bit):
-    path = stores[kind]
-    shard = path / name / shard_key(row)
-    good = flip(shard, bit)
-    try:
-        with pytest.raises(
-            StoreError, match=rf"c\.{row}\.0\.0\.0: volume {row} \(1\.2\.3\.{row}\).*--verify"
-        ) as caught:
-            Store.open(path).read([2, 0, 1])
-        assert "\n" not in str(caught.value)
-    finally:
-        shard.write_bytes(good)
+def test_no_flipped_bit_of_a_shard_is_read(stores, kind, reader, name, row, bit):
+    with pytest.MonkeyPatch.context() as patch:
+        if reader == "tensorstore":
+            patch.setitem(sys.modules, "google_crc32c", None)
+        path = stores[kind]
+        shard = path / name / shard_key(row)
+        good = flip(shard, bit)
+        try:
+            with pytest.raises(
+                StoreError, match=rf"c\.{row}\.0\.0\.0: volume {row} \(1\.2\.3\.{row}\).*--verify"
+            ) as caught:
+                Store.open(path).read([2, 0, 1])
+            assert "\n" not in str(caught.value)
+        finally:
+            shard.write_bytes(good)
 
 
 @pytest.mark.parametrize("kind", ["none", "zstd"])
@@ -253,8 +258,9 @@ def test_verify_deletes_nothing_where_most_volumes_differ(clinic):
     assert len(list((folder / "store" / "voxels").glob("c.*"))) == 8
 
 
+@pytest.mark.parametrize("kind", [OSError, ValueError], ids=["own reader", "tensorstore"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ESTALE], ids=errno.errorcode.get)
-def test_verify_deletes_no_volume_that_this_process_may_not_read(clinic, monkeypatch, code):
+def test_verify_deletes_no_volume_that_this_process_may_not_read(clinic, monkeypatch, code, kind):
     """As in a shared folder with files that a colleague wrote under umask 077, where few files may be open, or on a
     network disk that is away."""
     folder, _ = clinic
@@ -262,7 +268,8 @@ def test_verify_deletes_no_volume_that_this_process_may_not_read(clinic, monkeyp
 
     def open_(path, *args, **settings):
         if path == refused:
-            raise OSError(code, os.strerror(code), str(path))
+            why = os.strerror(code)
+            raise OSError(code, why, str(path)) if kind is OSError else ValueError(f"{why} [os_error_code='{code}']")
         return opened(path, *args, **settings)
 
     monkeypatch.setattr(Path, "open", open_)

@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-GIVEN = ("torch", "numpy", "pyyaml", "pydantic", "google-crc32c", "pytest")
+GIVEN = ("torch", "numpy", "pyyaml", "pydantic", "tensorstore", "pytest")
 
 
 def light_python(folder: Path) -> Path:

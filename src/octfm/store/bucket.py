@@ -1,5 +1,6 @@
 """Stores in a bucket: written shard by shard, visible row by row, read through verified copies on local disk."""
 
+import json
 import shutil
 import tempfile
 import threading
@@ -17,8 +18,8 @@ from octfm.io import bucket, bucket_cache
 from octfm.io.hashing import hash_text
 from octfm.io.lease import Lease
 from octfm.io.location import BucketPath, write_whole
-from octfm.store.layout import ARRAYS, LEASE, Arrays, Compression, StoreRow, read_rows, shard_key
-from octfm.store.shards import ShardArrays, says_damage
+from octfm.store.arrays import open_arrays, says_damage
+from octfm.store.layout import ARRAYS, LEASE, Arrays, Compression, StoreRow, array_metadata, read_rows, shard_key
 from octfm.store.writer import StoreWriter
 from octfm.volume.preprocessing import Preprocessing
 
@@ -39,18 +40,21 @@ class BucketArrays:
         path: BucketPath,
         rows: tuple[StoreRow, ...],
         image_size: tuple[int, int, int],
+        threads: int | None,
         compression: Compression,
         crc: bool,
-        threads: int | None,
     ):
         self._path, self._rows, self._image_size = path, rows, image_size
         self._listing: dict[str, bucket.Object] = {}
         self._lock = threading.Lock()
-        # Symbolic links to cached shards, under their names in the store.
+        # Symbolic links to cached shards, under the names that zarr expects.
         self._links = tempfile.TemporaryDirectory(prefix="octfm-store-", ignore_cleanup_errors=True)
         for name in ARRAYS:
-            (Path(self._links.name) / name).mkdir()
-        self._arrays = ShardArrays(Path(self._links.name), compression, crc, threads)
+            folder = Path(self._links.name) / name
+            folder.mkdir()
+            metadata = array_metadata(name, len(rows), image_size, compression, crc)
+            (folder / "zarr.json").write_text(json.dumps(metadata), "utf-8")
+        self._arrays = open_arrays(Path(self._links.name), threads, compression, crc)
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="octfm-bucket")
 
     def read_into(self, name: str, index: np.ndarray, out: np.ndarray) -> None:
@@ -114,7 +118,7 @@ class BucketArrays:
         try:
             for name in ARRAYS:
                 self._arrays.read_into(name, np.array([row]), getattr(arrays, name))
-        except OSError as error:
+        except (ValueError, OSError) as error:
             if says_damage(error):
                 return False
             raise

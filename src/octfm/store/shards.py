@@ -4,23 +4,20 @@ A shard of voxels is an index and chunks of up to 16 B-scans, so that a few B-sc
 valid is a single chunk. Chunks end with their CRC-32C, except in stores older than those checksums.
 """
 
-import errno
+import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from io import RawIOBase
 from pathlib import Path
 
 import numpy as np
 
 from octfm.io.cores import available_cores
-from octfm.store.layout import ARRAYS, Compression, bscans_per_chunk, shapes, shard_key
+from octfm.store.layout import ARRAYS, Compression, array_metadata, bscans_per_chunk, shapes, shard_key
 
 CRC_BYTES = 4
-_NOT_DAMAGE = (
-    *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
-    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENOSPC, errno.EDQUOT),
-)
 
 
 def encode(
@@ -32,6 +29,8 @@ def encode(
             f"{name} of a prepared volume must be {ARRAYS[name]} {shapes(image_size)[name]}, "
             f"got {array.dtype} {array.shape}"
         )
+    if find_spec("google_crc32c") is None:
+        return _encode_by_tensorstore(name, array, image_size, compression, crc)
     plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     chunks = [_chunk(part.tobytes(), compression, crc) for part in _parts(name, plain)]
     return b"".join([_index([len(chunk) for chunk in chunks]) if name == "voxels" else b"", *chunks])
@@ -63,6 +62,21 @@ def _crc(content: bytes | np.ndarray) -> bytes:
     import google_crc32c
 
     return google_crc32c.value(content).to_bytes(CRC_BYTES, "little")  # pyright: ignore[reportArgumentType]
+
+
+def _encode_by_tensorstore(
+    name: str, array: np.ndarray, image_size: Sequence[int], compression: Compression, crc: bool
+) -> bytes:
+    """The same shard without google-crc32c, as on machines that only train."""
+    import tensorstore
+
+    context = tensorstore.Context()
+    memory = tensorstore.KvStore.open({"driver": "memory"}, context=context).result()
+    memory["zarr.json"] = json.dumps(array_metadata(name, 1, image_size, compression, crc)).encode()
+    # By default a shard of zeros is not written.
+    spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "store_data_equal_to_fill_value": True}
+    tensorstore.open(spec, context=context).result()[0] = array
+    return bytes(memory[shard_key(0)])
 
 
 class ShardArrays:
@@ -125,9 +139,3 @@ def _decompress(content: np.ndarray, out: np.ndarray, file: Path) -> None:
     if len(plain) != out.nbytes:
         raise OSError(f"{file}: a chunk has {len(plain)} bytes, expected {out.nbytes}")
     out[:] = np.frombuffer(plain, out.dtype).reshape(out.shape)
-
-
-def says_damage(error: OSError) -> bool:
-    """Whether an error of reading a shard may be that of a damaged file, and not of permissions, limits of open files
-    and memory, a network disk that is away, or no space for the copy of an object in a bucket."""
-    return error.errno not in _NOT_DAMAGE

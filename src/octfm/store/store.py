@@ -18,6 +18,7 @@ from octfm.display import box, brief, counted, data_frame, number, readable, tim
 from octfm.errors import ConfigError, StoreError, reason_of
 from octfm.io.cores import available_cores
 from octfm.io.location import Location, location
+from octfm.store.arrays import open_arrays, says_damage
 from octfm.store.item import StoredVolume
 from octfm.store.layout import (
     ARRAYS,
@@ -34,7 +35,6 @@ from octfm.store.layout import (
     shard_key,
     summary,
 )
-from octfm.store.shards import ShardArrays, says_damage
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import STRUCTURE_ONLY, Modality
 
@@ -344,7 +344,7 @@ class Store:
         for name in ARRAYS:
             try:
                 self._arrays.read_into(name, index, getattr(out, name))
-            except OSError as error:
+            except (ValueError, OSError) as error:
                 raise self._unreadable(index, name, error) from error
         # A shard with checksums of its own is hashed once, to make sure that it belongs to this row; later reads verify
         # those checksums. Shards of older stores are hashed at every read.
@@ -383,14 +383,14 @@ class Store:
         return summary(self.rows, self.unprepared())
 
     def _opened(self) -> Any:
-        how = self.compression, self.checks_shards, self.threads
+        how = self.threads, self.compression, self.checks_shards
         if isinstance(self.folder, Path):
-            return ShardArrays(self.folder, *how)
+            return open_arrays(self.folder, *how)
         from octfm.store.bucket import BucketArrays
 
         return BucketArrays(self.folder, self.rows, self.image_size, *how)
 
-    def _unreadable(self, index: np.ndarray, name: str, error: OSError) -> "StoreError | _Damaged":
+    def _unreadable(self, index: np.ndarray, name: str, error: Exception) -> "StoreError | _Damaged":
         """The error for an unreadable shard, which need not be damaged."""
         # Only the reader's message names the row.
         named = re.search(rf"{name}[/\\]c\.(\d+)\.", str(error))

@@ -98,7 +98,7 @@ def require_whole(verified: Verified, path: str | Location) -> None:
 def _repair_metadata(store: Store, echo: Echo) -> tuple[str, ...]:
     """Rewrite damaged zarr.json files of a local store, which follow from header and rows; returns their paths."""
     wrong = []
-    # Only other zarr readers need these files; in a bucket each writer uploads them again.
+    # Readers of a bucket generate these files locally, so there they cannot do harm.
     # A writer that was killed before its first volume may not have written them yet.
     for name in ARRAYS if isinstance(store.path, Path) and len(store) else ():
         file = store.path / name / "zarr.json"
