@@ -23,6 +23,7 @@ from octfm.pretraining.learner import build_objective
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Batch
 from octfm.volume.segmentation import CLASSES, UNKNOWN
+from support.examples import examples
 from support.packaged_encoder import NAME, ship, write_packaged
 from support.small_store import SIZE, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
@@ -50,7 +51,7 @@ def some_tokens(seed, count):
     return torch.randn(2, count, SMALL.width, generator=rng), index
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 999), count=st.integers(2, 30))
 def test_a_summary_depends_on_what_counts_and_where_it_lies_and_on_nothing_else(seed, count):
     own, (tokens, index) = network(), some_tokens(seed, count)
@@ -81,7 +82,7 @@ def test_the_same_tokens_elsewhere_are_another_volume():
         )
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     seed=st.integers(0, 999),
     weight=st.sampled_from([1.0, 4.0]),

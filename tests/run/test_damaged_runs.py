@@ -38,6 +38,7 @@ from octfm.run.runtime import start
 from octfm.run.tracking import Metrics, NoMetrics, TrackingConfig, read_metrics
 from octfm.tasks.finetune import FINE_TUNING
 from octfm.tasks.finetune_settings import FinetuneConfig
+from support.examples import examples
 from support.tiny_runs import config as tiny
 from support.tiny_runs import quick_pretrain, quiet, timeless
 
@@ -131,7 +132,7 @@ JUNK = st.one_of(
 ).filter(lambda data: data.strip())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(ROWS, st.lists(st.tuples(st.integers(0, 30), JUNK), max_size=4), st.integers(0, 31), st.booleans())
 def test_broken_lines_are_set_aside_and_take_no_other_row(tmp_path_factory, rows, junk, first, cut):
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
@@ -187,7 +188,7 @@ ODD_NAMES = (
 )  # fmt: skip
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     st.from_regex(
         r"(step|Step|stp)?-?[0-9]{0,10}( ?\([0-9]\))?(best|a)?(\.pt|\.dcp|\.tmp|\.partial|\.damaged){0,2}",
@@ -342,7 +343,7 @@ def bytes_of_a_checkpoint(tmp_path_factory):
     return checkpoint.write(tmp_path_factory.mktemp("c"), 5, content).read_bytes()
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.data())
 def test_a_damaged_checkpoint_is_never_taken_nor_a_traceback(tmp_path_factory, bytes_of_a_checkpoint, data):
     good = bytes_of_a_checkpoint

@@ -24,6 +24,7 @@ from octfm.volume.tissue import Tissue, find_tissue
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Lines, Volume
 from support.bscan_set import layered
+from support.examples import examples
 from support.points import points_to_native, points_to_prepared
 
 
@@ -61,7 +62,7 @@ def exactly(volume: Volume, **more) -> Preprocessing:
 # Geometry
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     laterality=st.sampled_from(["R", "L", None]),
     superior_first=st.sampled_from([True, False, None]),
@@ -103,7 +104,7 @@ transforms = st.builds(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(transform=transforms, seed=st.integers(0, 1000))
 def test_points_and_flat_surfaces_survive_the_round_trip(transform, seed):
     points = np.random.default_rng(seed).uniform(-10, 50, (20, 3))
@@ -120,7 +121,7 @@ def test_points_and_flat_surfaces_survive_the_round_trip(transform, seed):
     assert np.allclose(back[inner][np.isfinite(back[inner])], surface[inner][np.isfinite(back[inner])])
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(transform=transforms)
 def test_surfaces_points_and_volumes_agree(transform):
     """A surface, its points and its painted rows are the same thing in three notations."""
@@ -236,7 +237,7 @@ class Found:
         return self.tissue
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_the_grid_lies_around_the_fovea_and_the_retina_as_far_as_the_scan_reaches(data):
     """On each axis the grid lies inside the scan, or the scan inside the grid, and off its centre only for that."""
@@ -301,7 +302,7 @@ def test_same_grid_gives_the_same_voxels():
     assert np.array_equal(exactly(volume)(volume).voxels, volume.voxels)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(factor=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)), seed=st.integers(0, 100))
 def test_downsampling_is_the_area_average(factor, seed):
     shape = tuple(n * f for n, f in zip((5, 12, 6), factor, strict=True))
