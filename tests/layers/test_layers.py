@@ -52,6 +52,7 @@ from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT, NOTE, packaged
 from support.callers import SET_OTHERWISE
 from support.command_line import invoke, octfm_here
+from support.examples import examples
 from support.remembered_bscans import RememberedBscans, find
 
 UNSEEN = Stream(203, randomised=0.0, ascan_um=(13.0, 19.0))
@@ -108,7 +109,9 @@ def test_a_bscan_has_the_same_layers_whatever_else_is_in_the_volume():
         np.testing.assert_array_equal(getattr(apart, name), getattr(found, name), err_msg=name)
 
 
-@pytest.mark.parametrize("setting", ["float64", "device", "autocast"])
+@pytest.mark.parametrize(
+    "setting", ["autocast", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float64", "device"))]
+)
 def test_what_a_caller_has_set_in_torch_changes_no_layers(setting):
     volume = as_volume(drawn(1)[0])
     with SET_OTHERWISE[setting]():
@@ -755,6 +758,7 @@ def test_a_corrected_scan_that_was_renamed_and_changed_is_not_taken_for_the_same
         assert write_table([moved], out, echo=said.append) == 0 and said[0].startswith(warning)
 
 
+@pytest.mark.slow
 def test_a_table_in_the_folder_of_its_images_resumes(tmp_path):
     folder, eye = tmp_path / "eye", samples(["healthy"])[0].volume
     folder.mkdir()
@@ -881,6 +885,7 @@ def test_a_new_user_gets_a_result_without_a_scan(monkeypatch):
     assert "verdict: nothing speaks against it" in shown.output
 
 
+@pytest.mark.slow
 def test_samples_can_be_tabulated_and_viewed(small_finder, tmp_path, monkeypatch):
     monkeypatch.setattr("octfm.layers.sample.SIZE", (2, 128, 96))
     out = tmp_path / "table.csv"
@@ -986,6 +991,7 @@ def test_the_opening_of_a_hole_is_no_fluid_and_fluid_below_a_retina_is():
     assert serous.masks["subretinal_fluid"].any() and not serous.note_on_scan
 
 
+@pytest.mark.slow
 def test_the_opening_of_a_real_hole_is_no_fluid(real_data):
     voxels = np.load(real_data / "macular_hole_49.npz")["volume"][22:33:2]
     found = octfm.segment(Volume(voxels, (0.12, 0.00387, 0.0115), source="hole"))
@@ -1004,7 +1010,7 @@ def band_image(width: int, row_um: float, tilt: float) -> tuple[np.ndarray, np.n
     return np.clip(grey + rng.normal(0, 6, grey.shape), 0, 255).astype(np.uint8), peak, fall
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     off_um=st.floats(-5, 5),
     row_um=st.floats(2, 4.5),

@@ -302,9 +302,9 @@ def test_a_damaged_store_is_stopped(tmp_path):
 def test_a_store_that_octfm_prepare_has_not_finished_is_not_taken_for_whole(tmp_path):
     """Runs and results on half of a cohort looked like those on all of it."""
     store, said = small_store(tmp_path / "prepared"), []
-    assert table(config(), store, tmp_path / "run")["store"].status == "PASS"
+    assert data.prepared(store).status == "PASS"
     with StoreWriter(store.path, store.preprocessing):
-        found = table(config(), store, tmp_path / "run")["store"]
+        found = data.prepared(store)
         to_evaluate(store, echo=said.append)
     assert found.status == "WARN" and f"it had {len(store)} volumes" in found.measured
     assert len(said) == 1 and f"it had {len(store)} volumes" in said[0]

@@ -41,6 +41,7 @@ from octfm.store.loader import Batch, Loader
 from octfm.store.order import Order
 from octfm.store.phantoms import MixedStore, PhantomConfig, PhantomStore
 from octfm.volume.segmentation import CLASSES, LESION_CLASSES, UNKNOWN
+from support.examples import examples
 from support.small_store import SIZE, small_preprocessing
 from support.tiny_runs import (
     Killed,
@@ -70,7 +71,7 @@ def phantoms() -> PhantomStore:
     return PhantomStore(PhantomConfig(**PHANTOMS), small_preprocessing(), held_out=4, threads=1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_a_voxel_is_the_layer_or_lesion_that_its_centre_lies_in(data):
     height, width = 12, 3
@@ -97,7 +98,7 @@ def test_a_voxel_is_the_layer_or_lesion_that_its_centre_lies_in(data):
             assert CLASSES[found[y, x]] == names.get(int(lesions[0, y, x]), layer)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     patch=st.sampled_from([(2, 8, 16), (1, 4, 4), (2, 2, 4)]),
     whole=st.booleans(),
@@ -138,7 +139,7 @@ def test_its_loss_is_the_cross_entropy_of_every_known_voxel():
     assert composition.entropy(answer, torch.zeros_like(goal)).tolist() == [0, 0], "without truth there is no loss"
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 999), warped=st.booleans())
 def test_labels_move_with_their_voxels(seed, warped):
     """Voxels that show their label as a grey value: after moving, a voxel of one grey value has that label."""
@@ -163,7 +164,7 @@ def test_labels_move_with_their_voxels(seed, warped):
         assert torch.equal(moved == UNKNOWN, voxels == 0), "what comes from outside is unknown"
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     own=st.integers(1, 30), streamed=st.integers(1, 50), counts=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     seed=st.integers(0, 99),
@@ -417,6 +418,7 @@ def test_a_run_on_scans_and_phantoms_resumes_bit_for_bit(tmp_path, store, monkey
     assert_same_weights(whole, tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store, monkeypatch):
     monkeypatch.setattr(anchor, "SEGMENTED", 1)  # the others take as long as the run
     whole = quick_pretrain(anchored(steps=2), store, tmp_path / "whole", echo=quiet)
@@ -430,6 +432,7 @@ def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store, monkey
     assert participant_hashes(sorted(people), known["key"]) == known["hashes"], "whoever was trained on is known"
 
 
+@pytest.mark.slow
 def test_a_run_without_a_disease_says_how_well_it_is_told_from_health(tmp_path, monkeypatch):
     monkeypatch.setattr(anchor, "UNSEEN", 6)
     some = {"phantoms": PHANTOMS | {"conditions": [c for c in CONDITIONS if c not in ("macular_hole", "dme")]}}

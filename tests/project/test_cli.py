@@ -246,6 +246,7 @@ main.main()
         assert subprocess.run([sys.executable, "-c", body], stdout=pipe, stderr=pipe).returncode == 75
 
 
+@pytest.mark.slow
 def test_a_current_folder_that_was_deleted_is_named(tmp_path):
     """A scan from there ended in "no such file" without a name, and `python -m octfm` in a traceback."""
     (tmp_path / "gone").mkdir()

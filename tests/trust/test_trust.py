@@ -801,6 +801,7 @@ def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged):
         assert done.exit_code != 0 and message in str(done.exception)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_compared_is_named_before_anything_is_embedded(judged, tmp_path):
     _, store, _, run = judged
     model = {"patch_size": [2, 8, 8], "width": 24, "depth": 1, "heads": 2, "summary": 2}
