@@ -249,6 +249,7 @@ def test_a_checkpoint_that_the_run_has_just_deleted_gives_way_to_the_newest(run,
     assert load_encoder(copy).source == str(copy / "checkpoints" / "step-00000009.pt")
 
 
+@pytest.mark.slow
 def test_embed_takes_an_export_with_its_baselines(run, folder, store, tmp_path):
     import pyarrow.parquet as pq
 

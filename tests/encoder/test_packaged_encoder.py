@@ -340,6 +340,7 @@ def test_a_scan_that_cannot_be_embedded_loses_no_other_and_shows_nothing_private
     assert "Doe" not in " ".join([*lines, str(caught.value)])
 
 
+@pytest.mark.slow
 def test_a_name_that_is_not_utf8_loses_no_vector(taught, tmp_path):
     encoder, volumes = load_encoder(taught, device="cpu"), [sample.volume for sample in samples()]
     named = [replace(volumes[0], source="eye-\udcff.dcm", acquisition="unknown"), volumes[1]]

@@ -181,6 +181,7 @@ def test_runs_are_named_by_what_tells_them_apart():
         names_of([Path("runs/a"), Path("runs/../runs/a")])
 
 
+@pytest.mark.slow
 def test_labels_are_those_of_the_probes(runs, tmp_path):
     said = []
     assert labels_of(runs, said.append) is None and not said
@@ -262,6 +263,7 @@ def test_runs_are_probed_on_the_same_participants_and_a_twin_is_equal(tmp_path):
     assert not (tmp_path / "d.html").exists(), "a mistyped column is an error, not a page without intervals"
 
 
+@pytest.mark.slow
 def test_grades_that_the_runs_were_probed_with_are_grades_in_the_comparison(tmp_path):
     store = small_store(tmp_path / "prepared", darkened, ("train",) * 9 + ("val",) * 3 + ("test",) * 12)
     labels = tmp_path / "labels.tsv"

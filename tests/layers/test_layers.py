@@ -132,6 +132,7 @@ def test_bscans_are_resampled_only_where_the_network_has_not_seen_their_pixels()
     assert network_size((1, 1000, 512), (0.1, 0.00195, 0.008)) == (500, 256)
 
 
+@pytest.mark.slow
 def test_wider_pixels_and_sixteen_bits_change_little():
     image, finder = drawn(1)[0], load_finder()
     volume = as_volume(image)
@@ -247,6 +248,7 @@ def test_a_line_scan_has_surfaces_but_no_zones():
     assert found.volume_nl("drusen") is None
 
 
+@pytest.mark.slow
 def test_the_loss_learns_surfaces_absence_and_masks():
     """A tiny network overfits two small images: surfaces that leave the image, and a lesion in one of them."""
     torch.manual_seed(0)
@@ -321,7 +323,8 @@ def test_areas_where_the_retina_is_not_in_the_image_are_not_reported():
 
 
 @pytest.mark.parametrize(
-    ("place", "bscan", "absent"), [((40, 15), 3, "detachment"), ((41, 21), 2, "intraretinal_fluid")]
+    ("place", "bscan", "absent"),
+    [((40, 15), 3, "detachment"), pytest.param((41, 21), 2, "intraretinal_fluid", marks=pytest.mark.slow)],
 )
 def test_what_the_network_takes_for_a_lesion_under_a_cyst_or_in_shadow_is_not_reported(place, bscan, absent):
     """Without these rules the first has 6,663 pixels of detachment below fluid, the second 394 of fluid in shadow."""
@@ -387,6 +390,7 @@ def test_shadows_are_no_cysts(inverted):
     assert (lesions[0, 45:60, nowhere] == fluid).all(), "no RPE was found to compare"
 
 
+@pytest.mark.slow
 def test_the_healthy_sample_has_neither_drusen_nor_fluid():
     sample = samples(["healthy"])[0].volume
     some = [4, 8]  # with a vessel's shadow, and with the optic disc

@@ -128,6 +128,7 @@ def test_a_scan_given_in_every_way_is_that_of_the_catalog(clinic, small_finder, 
     assert ("8", "") in stated(clinic / "table.csv"), "table and name contradict each other"
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_the_one_of_the_catalog_is_named(clinic, small_finder):
     out, catalog = clinic / "table.csv", scanned(clinic)
     np.save(clinic / "scans" / "b.npy", np.load(clinic / "scans" / "b.npy")[1:])

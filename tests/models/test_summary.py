@@ -141,6 +141,7 @@ def test_a_volume_without_truth_teaches_a_summary_nothing():
     assert error[0] == 0 and (read.grad[0] == 0).all() and error[1] > 0 and (read.grad[1] != 0).any()
 
 
+@pytest.mark.slow
 def test_what_a_batch_says_of_thickness_is_learned():
     """The same phantoms again and again: the summary's error falls below that of the best constant."""
     settings_ = dense()

@@ -348,6 +348,7 @@ def test_a_score_that_can_be_compared_with_no_other_is_the_best(store, labels, t
     assert "step-00000006.pt" in checkpoint_advice(list(read_metrics(run / "metrics.jsonl")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["full disk", "kill"])
 def test_a_best_state_whose_checkpoint_was_lost_does_not_hide_the_best_one_that_is_there(
     store, labels, tmp_path, monkeypatch, how

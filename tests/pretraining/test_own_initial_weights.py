@@ -271,6 +271,7 @@ def test_a_rollback_that_misses_the_initial_weights_leaves_an_incident(parent, s
     assert incident["action"] == "stop" and "no such file" in incident["sentence"]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_either_run_are_strangers_in_the_other(parent, second, tmp_path):
     here = tmp_path / "parent"
     shutil.copytree(parent, here)

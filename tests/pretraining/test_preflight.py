@@ -202,6 +202,7 @@ def test_disk_counts_what_is_kept_for_good_and_the_best(store, tmp_path):
         assert f"up to {count} checkpoints" in resources.disk(config(steps=3000, **more), store, tmp_path, 16).measured
 
 
+@pytest.mark.slow
 def test_preflight_never_reads_more_than_a_sample(store, tmp_path, monkeypatch):
     read, seen = type(store).read, []
     monkeypatch.setattr(

@@ -107,6 +107,7 @@ def test_every_planted_fault_is_named_within_20_steps(store, sound, tmp_path, fa
         assert error is not None and NAMES[fault] in str(error) and "the code or its settings are wrong" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["vjepa2", *OTHER])
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_batch_statistics_are_seen_when_every_volume_is_alone(store, tmp_path, objective, precision):

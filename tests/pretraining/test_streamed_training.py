@@ -320,6 +320,7 @@ def test_phantoms_that_choose_a_checkpoint_are_nobody_either(tmp_path):
     assert final(quick_pretrain(probed, out=tmp_path / "run", echo=quiet))["participants"]["hashes"] == []
 
 
+@pytest.mark.slow
 def test_its_encoder_embeds_a_store_of_the_same_preprocessing(tmp_path, store):
     run = quick_pretrain(dense(steps=2), out=tmp_path / "run", echo=quiet)
     vectors = load_encoder(run).embed(store)

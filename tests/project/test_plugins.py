@@ -324,6 +324,7 @@ def test_the_name_of_a_built_in_objective_is_taken():
         config().with_objective(Heir())
 
 
+@pytest.mark.slow
 def test_a_run_with_an_own_objective_is_embedded_and_reported_without_code(run, store, tmp_path):
     """Only training needs the objective: its encoder is a VisionTransformer3D like any other."""
     encoder = octfm.load_encoder(run)

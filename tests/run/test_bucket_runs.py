@@ -178,6 +178,7 @@ def test_a_rollback_that_a_kill_kept_from_the_bucket_is_sent_by_the_next_start(p
     assert final(local_run(place / "run"))["state"]["offset"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
 def test_a_run_in_a_bucket_is_probed_and_watched_from_another_machine(place, store, tmp_path, monkeypatch):
     """What is added to the run later counts, too: nothing is looked up in an old copy."""
