@@ -26,7 +26,6 @@ from octfm.volume.volume import Lines, Volume
 from support import ROOT
 from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
-from support.examples import examples
 from support.store_samples import SMALL, acquisition, catalog, read_sample
 
 SIZE = (20, 192, 128)
@@ -199,7 +198,7 @@ def wide():
     return volume, find_tissue(volume.voxels, volume.spacing_mm)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_cut_of_a_field_has_a_side_or_a_reason(wide, data):
     """Wherever the field ends: the true side, or a flag that says why not, and too narrow exactly where there is too

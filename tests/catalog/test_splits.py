@@ -35,7 +35,6 @@ from octfm.store.prepare import prepare
 from octfm.volume.preprocessing import Preprocessing
 from support.command_line import invoke, octfm_here
 from support.dicom_files import write_oct_dicom
-from support.examples import examples
 
 
 def acquisition(
@@ -75,7 +74,7 @@ cohorts = st.lists(
 )
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=100)
 @given(cohorts, st.integers(0, 2**31))
 def test_F16_one_participant_is_never_in_two_splits(acquisitions, seed):
     splits: dict[str, set] = {}
@@ -132,7 +131,7 @@ def test_ids_that_pairs_link_in_whatever_order_follow_the_first_of_them(pairs):
     }
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=50)
 @given(cohorts, st.integers(0, 2**31), st.randoms())
 def test_splits_depend_on_the_seed_and_on_nothing_else(acquisitions, seed, random):
     def by_participant(rows):

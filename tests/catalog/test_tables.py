@@ -787,7 +787,7 @@ def test_a_row_without_an_id_does_not_get_one_of_another_column():
 EYES = {"R": ["R", "OD", "right"], "L": ["L", "OS", "left"], "both": ["OU", "both"], None: [""]}
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(
     st.lists(
         st.fixed_dictionaries(

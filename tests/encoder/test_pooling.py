@@ -43,7 +43,7 @@ def test_the_mean_and_extremes_are_those_of_valid_tokens_and_of_their_sorted_end
 
 
 @given(seed=st.integers(0, 2**31), pool=st.sampled_from(get_args(TokenPool)))
-@settings(max_examples=examples(30))
+@settings(max_examples=30)
 def test_order_and_what_does_not_count_change_nothing(seed, pool):
     rng = np.random.default_rng(seed)
     x, counts = torch.from_numpy(rng.normal(size=(2, 20, 3))), torch.from_numpy(rng.random((2, 20)) < 0.5)
@@ -57,7 +57,7 @@ def test_order_and_what_does_not_count_change_nothing(seed, pool):
 
 
 @given(seed=st.integers(0, 2**31), tokens=st.integers(1, 250))
-@settings(max_examples=examples(30))
+@settings(max_examples=30)
 def test_tails_are_the_mean_and_extremes_of_several_shares(seed, tokens):
     rng = np.random.default_rng(seed)
     x, counts = torch.from_numpy(rng.normal(size=(2, tokens, 3))), torch.from_numpy(rng.random((2, tokens)) < 0.6)

@@ -18,7 +18,6 @@ from octfm.evaluation.probe import probe, summary_lines
 from octfm.evaluation.readouts import fit_predict
 from octfm.report.words import score_rows
 from octfm.store.layout import Arrays
-from support.examples import examples
 from support.trust_cohort import SCANNERS, Cohort
 
 
@@ -159,7 +158,7 @@ def test_trees_without_scikit_learn_say_what_to_install(files, monkeypatch):
         probe([files[0]], targets=["disease"], readout="trees", resamples=50)
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=15)
 @given(st.integers(0, 3), st.integers(0, 16), st.integers(0, 255))
 def test_image_quality_is_finite_for_any_volume(first, upper, grey):
     """No vitreous, no image, one grey level: a number in every column."""

@@ -87,7 +87,7 @@ def test_people_with_equal_vectors_have_equal_neighbours():
     assert all(len(np.unique(said[alike == k], axis=0)) == 1 for k in range(alike.max() + 1))
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 6), min_size=12, max_size=30), st.integers(0, 1000))
 def test_a_class_is_as_common_as_its_participants_however_often_they_were_scanned(scans, seed):
     ill = np.arange(len(scans)) % 3 == 0
@@ -127,7 +127,7 @@ def test_follow_up_scans_of_the_ill_do_not_make_probabilities_wrong(signal):
     assert found[4]["ece"] < found[1]["ece"] + 0.05
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 @given(st.integers(12, 40), st.floats(0.01, 1), st.integers(0, 1000))
 def test_a_subset_keeps_two_participants_of_every_class_whichever_eye_is_ill(people, fraction, seed):
     """Disease of one eye only: the fellow eye, which may come first in the table, is healthy."""
@@ -171,7 +171,7 @@ def test_thickness_of_two_eyes_is_not_averaged_where_nothing_says_which_they_are
     assert cases.unit_name == ("eye" if "R" in sides else "acquisition")
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=30)
 @given(
     st.integers(0, 2).flatmap(
         lambda most: st.lists(st.lists(st.integers(0, most), min_size=1, max_size=4), min_size=12)

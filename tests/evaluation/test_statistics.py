@@ -78,7 +78,7 @@ def test_multiclass_metrics_equal_scikit_learn(cases, seed):
     assert balanced_accuracy(label, predicted) == pytest.approx(balanced_accuracy_score(label, predicted))
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 @given(scored_cases(), st.floats(0, 1000))
 def test_r_squared_equals_scikit_learn_wherever_the_origin_is(cases, offset):
     from sklearn.metrics import r2_score
@@ -280,7 +280,7 @@ def test_average_precision_f1_and_kappa_equal_scikit_learn(cases, seed):
     np.testing.assert_allclose(weighted_kappa(label, predicted, weights), expected, atol=1e-9)
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 @given(scored_cases(), st.integers(0, 1000))
 def test_brier_calibration_error_and_mae_equal_their_references(cases, seed):
     from sklearn.metrics import brier_score_loss, mean_absolute_error

@@ -13,7 +13,6 @@ from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_header, read_mask, read_volume
 from support import ROOT
 from support.command_line import inside
-from support.examples import examples
 from support.vendor_files import SPACING_MM, write_metaimage, write_sidecar
 from support.volumes import telling_voxels
 
@@ -101,7 +100,7 @@ def test_a_tree_of_cases_becomes_one_row_per_case(tmp_path):
         assert catalog.companions == 6, "the files of voxels belong to their headers"
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 @given(
     axes=st.permutations("WHD").map("".join),
     kind=st.sampled_from(["u1", "u2", "i2", "i8", "f4"]),

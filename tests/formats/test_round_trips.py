@@ -221,7 +221,7 @@ def test_dicom_layers_come_back_on_the_scan_they_were_found_in(tmp_path, shape, 
     np.testing.assert_array_equal(labels.values == of["fluid"], found.masks["fluid"])
 
 
-@settings(max_examples=examples(12))
+@settings(max_examples=12)
 @given(shape=shapes, eye=st.sampled_from(["R", "L"]), reverse=st.booleans(), seed=st.integers(0, 99))
 def test_nifti_layers_come_back_on_the_scan_they_were_found_in(tmp_path, shape, eye, reverse, seed):
     pytest.importorskip("nibabel")

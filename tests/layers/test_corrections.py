@@ -38,7 +38,6 @@ from octfm.volume.volume import Lines
 from support.browser import Browser, needs_chromium
 from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
-from support.examples import examples
 from support.finetune_runs import settings as finetune_settings
 from support.segmented import found_in
 from support.small_store import SIZE, edit_rows, small_preprocessing, small_store
@@ -645,7 +644,7 @@ PATHS = st.lists(st.integers(0, 10**6), min_size=1, max_size=5)
 ODD = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just([]), st.just({}))
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=30)
 @given(path=PATHS, value=ODD)
 def test_any_edit_is_read_or_refused_in_one_line(tmp_path, path, value):
     found = found_in(3)

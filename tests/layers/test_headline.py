@@ -29,7 +29,6 @@ from octfm.tasks.layer_map import COLUMNS, Source, describe, layer_map, measured
 from octfm.volume.volume import Lines
 from support import BENCHMARKS
 from support.dicom_files import write_oct_dicom
-from support.examples import examples
 from support.small_store import small_preprocessing
 from support.trust_cohort import SCANNERS, Cohort
 
@@ -57,7 +56,7 @@ def labels_of(rows):
     return LabelTable("labels.tsv", columns, cells, *ids)
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(

@@ -52,7 +52,6 @@ from octfm.volume.volume import Volume
 from octfm.weights.packaged import CURRENT, NOTE, packaged
 from support.callers import SET_OTHERWISE
 from support.command_line import invoke, octfm_here
-from support.examples import examples
 from support.remembered_bscans import RememberedBscans, find
 
 UNSEEN = Stream(203, randomised=0.0, ascan_um=(13.0, 19.0))
@@ -1014,7 +1013,7 @@ def band_image(width: int, row_um: float, tilt: float) -> tuple[np.ndarray, np.n
     return np.clip(grey + rng.normal(0, 6, grey.shape), 0, 255).astype(np.uint8), peak, fall
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=25)
 @given(
     off_um=st.floats(-5, 5),
     row_um=st.floats(2, 4.5),

@@ -82,7 +82,7 @@ def test_the_same_tokens_elsewhere_are_another_volume():
         )
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 999),
     weight=st.sampled_from([1.0, 4.0]),

@@ -13,7 +13,6 @@ from octfm.models.predictor import PredictorConfig
 from octfm.models.vit3d import TokenGrid, TokenIndex, ViTConfig
 from octfm.models.whitening import Whitening
 from octfm.pretraining.settings import load_config
-from support.examples import examples
 
 WIDTH = 24
 
@@ -50,7 +49,7 @@ def test_shrinkage_keeps_noise_from_being_blown_up():
     assert torch.isfinite(goals).all() and goals.std(dim=(0, 1)).max() < 1.5
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=20)
 @given(split=st.integers(1, 599))
 def test_how_a_batch_is_split_changes_nothing(split):
     whole, parts = Whitening(2, WIDTH), Whitening(2, WIDTH)

@@ -20,7 +20,6 @@ from octfm.pretraining.inputs import make_inputs
 from octfm.pretraining.preflight.objective import HOST, views
 from octfm.store.loader import Loader, microbatches
 from support import ROOT
-from support.examples import examples
 from support.small_store import small_store
 from support.tiny_runs import config as run_config
 
@@ -34,7 +33,7 @@ def rngs(count, seed=0):
     return [np.random.default_rng((seed, i)) for i in range(count)]
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), reach=st.integers(0, 20))
 def test_F13_augmentation_never_flips_an_axis(seed, reach):
     """The prototype flipped D, H and W together. Order along every axis is kept, whatever is drawn."""
@@ -54,7 +53,7 @@ def test_F13_augmentation_never_flips_an_axis(seed, reach):
             assert (step[both] >= 0).all(), f"axis {number} was turned round"
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000))
 def test_surfaces_follow_the_voxels(seed):
     """The token map after a shift equals the map of the shifted picture."""
@@ -144,7 +143,7 @@ def test_movements_are_those_that_are_set_in_millimetres_rows_and_degrees(mirror
     assert found == pytest.approx((h / 2 + down_mm / dy, w / 2 + right_mm / dx), abs=0.05)
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), scale=st.floats(0, 0.5), tilt=st.floats(0, 20))
 def test_F13_no_setting_flips_the_retina_or_an_eye_of_known_side(seed, scale, tilt):
     """Vitreous stays above choroid in every A-scan, nasal stays where it is; an eye of unknown laterality alone may
@@ -186,7 +185,7 @@ def test_half_of_the_unknown_eyes_are_mirrored_and_only_on_request():
     assert not augment.draw(AugmentConfig(), rngs(200), unknown).mirrored.any()
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000))
 def test_the_token_map_follows_an_affine_too(seed):
     """Tissue by the moved surfaces is tissue in the moved picture, padding by the moved field is where nothing was

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from octfm.errors import ConfigError, StoreError
 from octfm.models.token_map import BACKGROUND, PADDING, TISSUE, dropped_by, tissue_dropped, token_grid, token_map
 from octfm.pretraining.masks import MaskConfig, same_tokens, sample_masks, select_tokens
-from support.examples import examples
 
 GRID = (8, 12, 10)
 
@@ -38,7 +37,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60)
 @given(config=configs, seed=st.integers(0, 10_000))
 def test_masks_are_disjoint_fixed_in_size_and_free_of_padding(config, seed):
     maps = retina(seed=seed)
@@ -153,7 +152,7 @@ def test_where_finds_grid_indices_among_the_kept():
     np.testing.assert_array_equal(np.take_along_axis(masks.kept, masks.where(masks.target), 1), masks.target)
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 @given(top=st.floats(0, 60), thickness=st.floats(0, 60), first=st.integers(0, 20), seed=st.integers(0, 1000))
 def test_token_map_equals_counting_voxels(top, thickness, first, seed):
     """Against the definition: at least 25 % of a token's voxels inside the band, padding below half inside the

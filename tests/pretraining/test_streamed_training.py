@@ -98,7 +98,7 @@ def test_a_voxel_is_the_layer_or_lesion_that_its_centre_lies_in(data):
             assert CLASSES[found[y, x]] == names.get(int(lesions[0, y, x]), layer)
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=30)
 @given(
     patch=st.sampled_from([(2, 8, 16), (1, 4, 4), (2, 2, 4)]),
     whole=st.booleans(),
@@ -139,7 +139,7 @@ def test_its_loss_is_the_cross_entropy_of_every_known_voxel():
     assert composition.entropy(answer, torch.zeros_like(goal)).tolist() == [0, 0], "without truth there is no loss"
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=15)
 @given(seed=st.integers(0, 999), warped=st.booleans())
 def test_labels_move_with_their_voxels(seed, warped):
     """Voxels that show their label as a grey value: after moving, a voxel of one grey value has that label."""
@@ -164,7 +164,7 @@ def test_labels_move_with_their_voxels(seed, warped):
         assert torch.equal(moved == UNKNOWN, voxels == 0), "what comes from outside is unknown"
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=25)
 @given(
     own=st.integers(1, 30), streamed=st.integers(1, 50), counts=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     seed=st.integers(0, 99),

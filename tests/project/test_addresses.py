@@ -32,7 +32,6 @@ from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.tasks.segment_settings import SegmentConfig
 from octfm.volume.preprocessing import Preprocessing
 from support.command_line import invoke, octfm_here
-from support.examples import examples
 from support.small_store import small_store
 
 VERBS = typer.main.get_command(app).commands
@@ -70,7 +69,7 @@ def secretive(draw) -> tuple[str, str]:
 
 
 @given(secretive())
-@settings(max_examples=examples(400))
+@settings(max_examples=400)
 def test_no_secret_passes_in_any_form(given_one):
     address, secret = given_one
     for check in (addresses.refuse_credentials, addresses.expect_place, addresses.expect_local, location, local_path):
@@ -89,7 +88,7 @@ def test_no_query_of_a_web_address_is_shown_whatever_it_is_called(name):
 
 
 @given(st.sampled_from(OPTIONS), secretive())
-@settings(max_examples=examples(150))
+@settings(max_examples=150)
 def test_no_option_of_any_verb_repeats_or_writes_a_secret(tmp_path_factory, option, given_one):
     """The real parser of the real command, with the address as the value of every option and argument there is."""
     (verb, parameter), (address, secret) = option, given_one
@@ -335,7 +334,7 @@ def test_every_option_that_may_be_a_path_says_so():
 
 
 @given(secretive())
-@settings(max_examples=examples(200))
+@settings(max_examples=200)
 @example(("s3://AKIA:kE7yx@b", "kE7yx"))
 def test_messages_of_libraries_are_masked(given_one):
     address, secret = given_one

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from octfm.config import load
 from octfm.errors import ConfigError, one_line
 from support.command_line import octfm_here
-from support.examples import examples
 from support.odd_values import (
     BASES,
     SETTINGS,
@@ -87,7 +86,7 @@ def _line(parameter, odd, world, out):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=examples(400))
+@settings(max_examples=400)
 @given(parameter=st.sampled_from(EVERY), odd=ANYTHING, number=st.integers(0, 10**9))
 def test_anything_for_any_option_ends_in_one_line(parameter, odd, number, world, tmp_path):
     words = _line(parameter, odd, world, tmp_path / str(number))

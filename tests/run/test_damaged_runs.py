@@ -132,7 +132,7 @@ JUNK = st.one_of(
 ).filter(lambda data: data.strip())
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 @given(ROWS, st.lists(st.tuples(st.integers(0, 30), JUNK), max_size=4), st.integers(0, 31), st.booleans())
 def test_broken_lines_are_set_aside_and_take_no_other_row(tmp_path_factory, rows, junk, first, cut):
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
@@ -188,7 +188,7 @@ ODD_NAMES = (
 )  # fmt: skip
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=50)
 @given(
     st.from_regex(
         r"(step|Step|stp)?-?[0-9]{0,10}( ?\([0-9]\))?(best|a)?(\.pt|\.dcp|\.tmp|\.partial|\.damaged){0,2}",

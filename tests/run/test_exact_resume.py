@@ -430,7 +430,7 @@ def full(refuses: Callable[[Path, int], bool]) -> Callable[[Path, int, dict], Pa
     return write
 
 
-@hypothesis.settings(max_examples=examples(40))
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
 def test_the_best_checkpoint_that_was_written_is_there_whatever_the_disk_refused(course):
     """Each step is (best so far, taken by the disk): one that was refused must not cost the best before it."""

@@ -19,7 +19,6 @@ from octfm.store.exclusion import excluded, named_lines, without_excluded
 from octfm.store.prepare import prepare
 from octfm.volume.volume import Volume
 from support.command_line import COMMAND, invoke
-from support.examples import examples
 from support.small_store import small_store
 from support.store_samples import NATIVE, SMALL, SPACING_MM, acquisition, catalog, read_sample
 from support.tiny_runs import config, quick_pretrain, quiet
@@ -213,7 +212,7 @@ NAMES = (
 )
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=25)
 @given(names=st.lists(NAMES, min_size=2, max_size=6, unique=True), absent=NAMES)
 def test_any_name_can_be_listed(tmp_path_factory, names, absent):
     file = tmp_path_factory.getbasetemp() / "names.txt"

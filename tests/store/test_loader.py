@@ -53,7 +53,7 @@ def test_a_step_gives_the_same_batch_however_it_is_reached(store, seed, prefetch
     assert indices(sequence(store, steps, seed=seed, prefetch=prefetch)) == [expected[step] for step in steps]
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=15)
 @given(
     world=st.sampled_from([1, 2, 3, 4, 6]), share=st.integers(1, 4), step=st.integers(0, 20), seed=st.integers(0, 1000)
 )
@@ -69,7 +69,7 @@ def test_F10_ranks_see_disjoint_data(store, world, share, step, seed):
     assert np.concatenate([part.index for part in parts]).tolist() == whole.index.tolist()
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=20)
 @given(count=st.integers(1, VOLUMES), size=st.integers(1, 10), seed=st.integers(0, 100))
 def test_every_epoch_covers_every_volume_once(store, count, size, seed):
     rows = np.arange(VOLUMES)[-count:]
@@ -295,7 +295,7 @@ def test_F7_accumulation_must_divide():
         accumulation(0, 1, 1)
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=200)
 @given(size=st.integers(1, 200), per_device=st.integers(1, 40), world=st.integers(1, 16))
 def test_F7_what_the_refusal_proposes_works(size, per_device, world):
     assume(size % (per_device * world))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from octfm.encoder.encoder import Encoder, packed
 from octfm.models.pooling import POOLS
 from octfm.store.layout import Arrays
-from support.examples import examples
 from support.small_store import prepared_eye, small_preprocessing
 from support.untrained import untrained_encoder
 
@@ -90,7 +89,7 @@ def test_a_pack_holds_a_bounded_number_of_tokens(passes, monkeypatch):
 
 
 @given(counts=st.lists(st.integers(1, 50), max_size=20), most=st.integers(0, 100))
-@settings(max_examples=examples(100))
+@settings(max_examples=100)
 def test_packs_are_full_and_keep_the_order(counts, most):
     packs = packed(counts, most)
     assert [place for pack in packs for place in range(len(counts))[pack]] == list(range(len(counts)))

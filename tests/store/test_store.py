@@ -39,7 +39,6 @@ from octfm.store.writer import StoreWriter
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.transform import Transform
 from support import FIXTURES
-from support.examples import examples
 from support.store_samples import SMALL, prepared, write_store
 
 FIXTURE = FIXTURES / "store_v1"
@@ -64,7 +63,7 @@ def assert_equals_samples(arrays: Arrays, numbers, image_size=SMALL.image_size):
             np.testing.assert_array_equal(found, wanted)
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 6), max_size=9))
 def test_reading_returns_what_was_written_in_the_order_asked(store, indices):
     arrays = store.read(indices)

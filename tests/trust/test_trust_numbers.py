@@ -34,7 +34,6 @@ from octfm.trust.same_eye import _ranks, same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import make_study
 from octfm.trust.subgroups import subgroups
-from support.examples import examples
 from support.trust_cohort import SCANNERS, Cohort
 
 
@@ -451,7 +450,7 @@ def test_the_tissue_map_is_the_mean_of_every_cell_in_micrometres_whatever_the_or
         np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["", "a", "b"]), st.sampled_from("xyz"), st.booleans(), st.sampled_from("PQR")),
@@ -475,7 +474,7 @@ def test_a_copy_is_a_pair_of_one_fingerprint_of_a_tested_scan_and_another_part_o
     assert len(found) == len(expected) and {*found} == expected
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=25)
 @given(st.integers(-6, 6), st.integers(-6, 6), st.booleans(), st.integers(0, 99))
 def test_speckle_is_recognised_up_to_four_rows_and_columns_away_and_mirrored(down, right, mirrored, seed):
     whole = np.random.default_rng(seed).normal(size=(3, 60, 52)).astype(np.float32)

@@ -121,7 +121,7 @@ def test_points_and_flat_surfaces_survive_the_round_trip(transform, seed):
     assert np.allclose(back[inner][np.isfinite(back[inner])], surface[inner][np.isfinite(back[inner])])
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=50)
 @given(transform=transforms)
 def test_surfaces_points_and_volumes_agree(transform):
     """A surface, its points and its painted rows are the same thing in three notations."""
@@ -302,7 +302,7 @@ def test_same_grid_gives_the_same_voxels():
     assert np.array_equal(exactly(volume)(volume).voxels, volume.voxels)
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=20)
 @given(factor=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)), seed=st.integers(0, 100))
 def test_downsampling_is_the_area_average(factor, seed):
     shape = tuple(n * f for n, f in zip((5, 12, 6), factor, strict=True))
