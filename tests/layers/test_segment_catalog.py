@@ -70,6 +70,7 @@ def test_rows_have_what_the_catalog_knows_and_files_do_not(clinic, workers, requ
     assert "0 new of 3 scans" in invoke("segment", clinic / "catalog", "--out", out).output
 
 
+@pytest.mark.slow
 def test_only_scans_of_which_a_new_catalog_says_something_else_are_segmented_again(clinic, small_finder):
     out = clinic / "table.csv"
     assert "3 new of 3" in invoke("segment", scanned(clinic), "--out", out).output

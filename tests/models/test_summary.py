@@ -170,6 +170,7 @@ def test_what_a_batch_says_of_thickness_is_learned():
     assert error() < 0.5 * float(constant) < 0.5 * before
 
 
+@pytest.mark.slow
 def test_a_run_with_a_summary_resumes_embeds_and_exports_alike(tmp_path):
     store = small_store(tmp_path / "store")
     whole = quick_pretrain(dense(steps=3, ckpt_every_steps=2), out=tmp_path / "whole", echo=quiet)
