@@ -39,7 +39,6 @@ def made(hours: float, *candidates: Candidate) -> Plan:
     return Plan("prepared", 320, 160, 10, "cpu", hours, candidates)
 
 
-@pytest.mark.slow
 def test_the_command_it_proposes_fits_store_and_length(store, one_preset):
     found = plan(store, "cpu")
     assert found.volumes == sum(row.split == "train" for row in store.rows) and found.participants == 8
