@@ -13,6 +13,7 @@ import pytest
 
 from octfm.io.heap import keep_freed_memory
 from support.bucket_servers import endpoints, faulty, place  # noqa: F401
+from support.examples import EXPLORING, examples
 
 ROOT = Path(__file__).parent.parent
 # The environments of XLA and of GPUs have no hypothesis, and no property tests.
@@ -28,11 +29,10 @@ if find_spec("hypothesis"):
             HealthCheck.differing_executors,
         ],
     )
-    # The same examples in every run, so that a commit is red for what it changed, and a third of those that
-    # OCTFM_EXPLORE=1 draws anew.
-    settings.register_profile("repeatable", lenient, derandomize=True, max_examples=33)
+    # The same examples in every run, so that a commit is red for what it changed.
+    settings.register_profile("repeatable", lenient, derandomize=True, max_examples=examples(100))
     settings.register_profile("exploring", lenient)
-    settings.load_profile("exploring" if os.environ.get("OCTFM_EXPLORE") else "repeatable")
+    settings.load_profile("exploring" if EXPLORING else "repeatable")
 DISTRIBUTIONS: dict[tuple, Any] = {}
 SAFE_PATH, SIGTERM = os.environ.get("PYTHONSAFEPATH"), signal.getsignal(signal.SIGTERM)
 # Importing 130 files and torch makes half a million objects that stay. Going through them again and again took a third
@@ -168,12 +168,12 @@ def remembered_bscans():
 
 @pytest.fixture(scope="module")
 def light_checks():
-    """The two checks before step 0 that take most of their time pass unasked; they have tests of their own."""
+    """The three checks before step 0 that take most of their time pass unasked; they have tests of their own."""
     from octfm.pretraining.preflight import objective, resources
     from octfm.pretraining.preflight.check import passed
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((objective, "overfit"), (resources, "memory")):
+        for module, name in ((objective, "overfit"), (resources, "memory"), (resources, "forecast")):
             patch.setattr(module, name, lambda *_, name=name: passed(name, "not asked here"))
         yield
 

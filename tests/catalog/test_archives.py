@@ -25,6 +25,7 @@ from octfm.store.prepare import prepare
 from octfm.volume.preprocessing import Preprocessing
 from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
+from support.examples import examples
 from support.vendor_files import write_images
 from support.volumes import telling_voxels
 
@@ -185,7 +186,7 @@ names = st.lists(
 ).map("".join) | st.text(min_size=1, max_size=40)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(given_names=st.lists(names.filter(lambda name: not name.endswith(("/", "\\"))), min_size=1, max_size=4))
 def test_no_name_whatever_writes_outside_or_is_lost(tmp_path_factory, given_names):
     """Each member is either refused with a known code or unpacked below the folder, and readable under its uri."""

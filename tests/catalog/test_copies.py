@@ -14,6 +14,7 @@ from octfm.catalog.acquisition import Acquisition, Reject
 from octfm.catalog.duplicates import OF_TWO, compare_copies, without_duplicates, without_lost_originals
 from octfm.catalog.tables import ManifestRow, Tables
 from octfm.formats.reasons import Header
+from support.examples import examples
 from support.vendor_files import write_npy
 
 SPACING_MM = (0.12, 0.004, 0.011)
@@ -32,7 +33,7 @@ STATED = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.lists(STATED, min_size=1, max_size=3))
 def test_an_eye_a_label_or_millimetres_that_any_copy_contradicts_are_doubted_once(stated):
     copies, headers, duplicates = [], [HEADER], []

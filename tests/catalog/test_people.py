@@ -29,6 +29,7 @@ from octfm.io.location import write_whole
 from octfm.report.data_health import write_data_health
 from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
+from support.examples import examples
 from support.store_samples import acquisition
 from support.vendor_files import write_images
 
@@ -141,7 +142,7 @@ def trees(draw):
     return tree
 
 
-@settings(max_examples=int(os.environ.get("OCTFM_TREES", "250")))
+@settings(max_examples=int(os.environ.get("OCTFM_TREES", examples(250))))
 @given(trees())
 def test_two_people_never_become_one_nor_one_person_two_or_it_stops(tree):
     if not tree:
@@ -361,6 +362,7 @@ def test_a_folder_of_the_other_eye_makes_the_eye_unknown(tmp_path):
     assert [name for name, a in found.items() if "laterality_conflict" in a.flags] == ["c"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_a_bucket_is_a_tree_like_any_other(place, tmp_path):
     root = write_tree(tmp_path / "clinic", ["Meyer/OD/a.npz", "Meyer/OS/b.npz"])
@@ -456,6 +458,7 @@ def test_the_command_shows_its_guess_and_how_to_accept_it(tmp_path):
     assert code == 0 and "participants found by: pattern 3" in out
 
 
+@pytest.mark.slow
 def test_the_demonstration_takes_the_pattern_that_its_own_scans_need(tmp_path):
     root = write_tree(tmp_path / "clinic", ["Meyer/OD/a.npz", "Meyer/OS/b.npz"])
     with pytest.raises(AmbiguousPeople, match="octfm demo --data takes the same --participant-from"):

@@ -24,6 +24,7 @@ from octfm.catalog.tables import Listed
 from octfm.errors import ConfigError, EvaluationError
 from octfm.phantom import write_phantom
 from support.dicom_files import write_oct_dicom
+from support.examples import examples
 from support.vendor_files import write_images, write_npy
 from support.volumes import telling_voxels
 
@@ -689,7 +690,7 @@ def test_ids_that_a_spreadsheet_has_rounded_do_not_make_one_person_of_two(tmp_pa
 cells = st.text("ab1 ,;\t\"'.äöüß", max_size=6)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     rows=st.lists(st.tuples(cells, cells, cells), max_size=5),
     delimiter=st.sampled_from(",;\t"),

@@ -23,8 +23,6 @@ from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
 from support.small_store import small_store
 
-pytestmark = pytest.mark.drawn
-
 SMALLER = replace(
     clinic.QUICK,
     participants=16,
@@ -119,7 +117,7 @@ class Reached(BaseException):
     pass
 
 
-@pytest.mark.parametrize("until", ["probe", pytest.param("the end", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("until", [pytest.param(until, marks=pytest.mark.slow) for until in ("probe", "the end")])
 def test_a_second_call_does_only_what_is_missing(finished, until):
     """Probe and report are made anew by every call, which takes a third of its time."""
     out, _, _ = finished

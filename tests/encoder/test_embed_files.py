@@ -118,6 +118,7 @@ def test_files_behind_links_are_listed_too(tmp_path):
     assert list(listing_of(tmp_path / "scans")) == [f"{tmp_path}/scans/link/a.dcm"]
 
 
+@pytest.mark.slow
 def test_a_dicomdir_stands_for_its_folder_whose_new_files_are_embedded(run, tmp_path):
     (tmp_path / "cd").mkdir()
     (tmp_path / "cd" / "DICOMDIR").write_bytes(b"")
@@ -366,6 +367,7 @@ def test_two_jobs_do_not_write_into_one_folder(run, clinic, tmp_path):
         embed_files(run, clinic, tmp_path / "out", workers=0, echo=quiet)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_from_a_bucket_into_a_bucket_that_lets_nobody_delete_and_on_to_the_probe(
     place, run, clinic, tmp_path, monkeypatch

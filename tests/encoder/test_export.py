@@ -76,6 +76,7 @@ def test_the_same_vectors_to_the_last_bit(run, folder):
     assert not np.array_equal(fresh[0], original.embed(volume))
 
 
+@pytest.mark.slow
 def test_the_hub_class_loads_offline_is_the_same_network_and_learns(run, folder, tmp_path):
     code = f"""
 import socket
@@ -248,6 +249,7 @@ def test_a_checkpoint_that_the_run_has_just_deleted_gives_way_to_the_newest(run,
     assert load_encoder(copy).source == str(copy / "checkpoints" / "step-00000009.pt")
 
 
+@pytest.mark.slow
 def test_embed_takes_an_export_with_its_baselines(run, folder, store, tmp_path):
     import pyarrow.parquet as pq
 
@@ -294,10 +296,10 @@ def test_what_octfm_segment_measures_may_be_published_as_a_target():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"lr_encoder": 0},
+        pytest.param({"lr_encoder": 0}, marks=pytest.mark.slow),
         {"pool": "attention"},
         pytest.param({"lora_rank": 2, "lr_encoder": 3e-3}, marks=pytest.mark.slow),
-        {"target": "age", "order": [], "head_epochs": 0},
+        pytest.param({"target": "age", "order": [], "head_epochs": 0}, marks=pytest.mark.slow),
     ],
     ids=["head only", "attentive", "low rank", "number"],
 )

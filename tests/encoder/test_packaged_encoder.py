@@ -145,6 +145,7 @@ def test_a_store_without_a_run_is_read_by_the_packaged_encoder(shipped, store, t
     assert found.metadata["encoder"] == NAME and len(found.vectors) == len(store)
 
 
+@pytest.mark.slow
 def test_a_leaderboard_takes_the_packaged_encoder(shipped, tmp_path):
     store = small_store(tmp_path / "prepared", splits=("train",) * 12 + ("val",) * 4 + ("test",) * 8)
     rows = "".join(f"P{i:03d}\t{'high' if i % 2 else 'low'}\n" for i in range(24))
@@ -339,6 +340,7 @@ def test_a_scan_that_cannot_be_embedded_loses_no_other_and_shows_nothing_private
     assert "Doe" not in " ".join([*lines, str(caught.value)])
 
 
+@pytest.mark.slow
 def test_a_name_that_is_not_utf8_loses_no_vector(taught, tmp_path):
     encoder, volumes = load_encoder(taught, device="cpu"), [sample.volume for sample in samples()]
     named = [replace(volumes[0], source="eye-\udcff.dcm", acquisition="unknown"), volumes[1]]

@@ -14,12 +14,13 @@ from octfm.encoder.embed import embed_store
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import ConfigError
 from octfm.models.pooling import EXTREMES, TAILS, TokenPool, extremes, mean, pooled, width_of
+from support.examples import examples
 from support.small_store import small_store
 from support.tiny_runs import config, quick_pretrain, quiet
 
 
 @given(seed=st.integers(0, 2**31), volumes=st.integers(1, 4), tokens=st.integers(1, 40), width=st.integers(1, 6))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_mean_and_extremes_are_those_of_valid_tokens_and_of_their_sorted_ends(seed, volumes, tokens, width):
     rng = np.random.default_rng(seed)
     x, counts = rng.normal(size=(volumes, tokens, width)), rng.random((volumes, tokens)) < 0.6

@@ -32,6 +32,7 @@ def clinic(real_data, tmp_path_factory):
     return root, volumes
 
 
+@pytest.mark.slow
 def test_no_real_bscan_is_taken_for_two_pictures(clinic, real_data):
     _, volumes = clinic
     padded = np.load(real_data / "chiu2015_dme_subjects1to5.npz")["bscans"]  # white above and below
@@ -42,6 +43,7 @@ def test_no_real_bscan_is_taken_for_two_pictures(clinic, real_data):
     assert holds_two(np.hstack([volumes["amd"][0][70], volumes["amd"][0][71]]))
 
 
+@pytest.mark.slow
 def test_real_volumes_go_from_scan_to_embedding(clinic, tmp_path):
     root, volumes = clinic
     run = quick_pretrain(config(steps=2), small_store(tmp_path / "synthetic"), tmp_path / "run", echo=quiet)

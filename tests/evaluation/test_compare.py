@@ -139,6 +139,7 @@ def test_no_checkpoint_is_to_be_taken_if_none_is_better_than_chance(runs, tmp_pa
     assert "Checkpoint to take none: none is better than chance Take step-00000010.pt" in text
 
 
+@pytest.mark.slow
 def test_ticks_of_curves_stand_at_whole_steps(tmp_path):
     short = {}
     for name in ("x", "y"):
@@ -161,6 +162,7 @@ def test_without_pairs_the_page_says_why_and_warns_of_overlaps(runs, tmp_path):
     assert "two overlapping intervals settle nothing" in text and "0.91 (0.86 to 0.95)" in text
 
 
+@pytest.mark.slow
 def test_odd_names_of_runs_are_drawn_as_they_are(runs, tmp_path):
     odd = dict(zip((r"a$\frac$\x1b[2J", "实验_<b>&"), runs.values(), strict=True))
     result = together()
@@ -179,6 +181,7 @@ def test_runs_are_named_by_what_tells_them_apart():
         names_of([Path("runs/a"), Path("runs/../runs/a")])
 
 
+@pytest.mark.slow
 def test_labels_are_those_of_the_probes(runs, tmp_path):
     said = []
     assert labels_of(runs, said.append) is None and not said
@@ -260,6 +263,7 @@ def test_runs_are_probed_on_the_same_participants_and_a_twin_is_equal(tmp_path):
     assert not (tmp_path / "d.html").exists(), "a mistyped column is an error, not a page without intervals"
 
 
+@pytest.mark.slow
 def test_grades_that_the_runs_were_probed_with_are_grades_in_the_comparison(tmp_path):
     store = small_store(tmp_path / "prepared", darkened, ("train",) * 9 + ("val",) * 3 + ("test",) * 12)
     labels = tmp_path / "labels.tsv"

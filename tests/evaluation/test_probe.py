@@ -712,6 +712,7 @@ def test_a_scanner_of_the_table_is_not_mistaken_for_that_of_the_scans(cohort, tm
     assert row(probe(files, table, resamples=50), "scanner", "auroc")["leakage"], "without a name it is the scans' own"
 
 
+@pytest.mark.slow
 def test_an_interval_below_guessing_by_folds_is_called_no_finding(cohort, tmp_path):
     """Held-out rows are missing from the mean that a probe without signal learns, so they score below one half."""
     rng, people = np.random.default_rng(0), sorted({r["participant"] for r in cohort.rows})[:40]
@@ -1291,6 +1292,7 @@ def test_probes_of_small_matrices_take_one_blas_thread(monkeypatch: pytest.Monke
     assert all(threads == {2} for threads in seen[before:])
 
 
+@pytest.mark.slow
 def test_reading_embeddings_starts_no_thread_that_may_outlive_the_command(cohort, tmp_path):
     """Threads of pyarrow.parquet.read_table and Table.sort_by abort a process that ends while they clean up."""
     path = cohort.embeddings(tmp_path / "a.parquet")

@@ -17,6 +17,7 @@ from octfm.evaluation.probe import predict, probe
 from octfm.evaluation.readouts import fit_predict
 from octfm.evaluation.scoring import Predictions, compare_metrics, correct, metrics_of, score, to_units
 from octfm.evaluation.statistics import MIN_PARTICIPANTS
+from support.examples import examples
 
 
 def embeddings(participant, laterality, labels, vectors) -> Embeddings:
@@ -204,7 +205,7 @@ def test_a_large_difference_survives_holm_among_many_comparisons():
     assert min(c["p_holm"] for c in curve) <= 0.05
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(
         st.tuples(

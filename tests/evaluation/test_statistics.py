@@ -35,6 +35,7 @@ from octfm.evaluation.statistics import (
     mean_of,
     over_seeds,
 )
+from support.examples import examples
 
 
 @st.composite
@@ -49,7 +50,7 @@ def scored_cases(draw):
     return label, score, weights
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(scored_cases())
 def test_auroc_with_ties_and_weights_equals_scikit_learn(cases):
     from sklearn.metrics import roc_auc_score
@@ -60,7 +61,7 @@ def test_auroc_with_ties_and_weights_equals_scikit_learn(cases):
     np.testing.assert_allclose(auroc(label == 1, score, weights), expected)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(scored_cases(), st.integers(0, 1000))
 def test_multiclass_metrics_equal_scikit_learn(cases, seed):
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
@@ -186,7 +187,7 @@ def test_an_interval_excludes_0_from_the_first_resample_on_that_makes_p_small_en
             assert (found.low > 0) == (found.verdict == "better") == (found.p <= 0.05)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 400), st.floats(-3, 3), st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 0.9]), st.booleans())
 def test_interval_p_and_verdict_never_contradict_each_other(resamples, shift, seed, undefined, rounded):
     """However few resamples there are or remain defined, and with many differences of exactly 0."""
@@ -255,7 +256,7 @@ def test_equal_encoders_are_called_inconclusive_most_of_the_time():
     assert called <= 12
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(scored_cases(), st.integers(0, 1000))
 def test_average_precision_f1_and_kappa_equal_scikit_learn(cases, seed):
     from sklearn.metrics import average_precision_score, cohen_kappa_score, f1_score

@@ -19,11 +19,12 @@ from octfm.formats.dicom import file as dicom_file
 from octfm.formats.names import scanner_slug
 from octfm.formats.reasons import REASONS
 from support.dicom_files import BIRTH_DATE, LOSSLESS, LOSSY, NATIVE, PATIENT_NAME, item, write_oct_dicom
+from support.examples import examples
 from support.fuzz_files import deflated_bomb
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 
-lenient = settings(max_examples=40)
+lenient = settings(max_examples=examples(40))
 
 
 def ramp(d=5, h=40, w=36, dtype=np.uint8) -> np.ndarray:
@@ -550,7 +551,7 @@ def bytes_in(syntax: str) -> bytes:
         return path.read_bytes()
 
 
-@settings(parent=lenient, max_examples=200)
+@settings(parent=lenient, max_examples=examples(200))
 @given(data=st.data())
 def test_F9_mutated_bytes_are_read_or_refused_with_a_code(tmp_path, data):
     """Only syntaxes that Python decodes: native decoders may kill the process, which prepare survives by using

@@ -11,9 +11,10 @@ from octfm.formats import ReadError, read_header, read_volume
 from octfm.formats.dicom.geometry import check_bounds, looks_swapped, read_geometry
 from octfm.volume.volume import LAYOUTS
 from support.dicom_files import item, write_oct_dicom
+from support.examples import examples
 
 SHAPE = (9, 300, 400)
-many = settings(max_examples=60)
+many = settings(max_examples=examples(60))
 
 
 def dataset(frames: list[Dataset], spacing_mm, thickness: float | None = None) -> Dataset:

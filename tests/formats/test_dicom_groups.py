@@ -20,6 +20,7 @@ from octfm.formats.dicom.file import parsed
 from octfm.formats.dicom.geometry import floats
 from octfm.formats.dicom.groups import read_groups
 from support.dicom_files import NATIVE, item, write_oct_dicom
+from support.examples import examples
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 VOXELS = np.random.default_rng(0).integers(0, 255, (6, 40, 36), dtype=np.uint8)
@@ -146,7 +147,7 @@ def bytes_with(undefined: int) -> bytes:
         return path.read_bytes()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data(), undefined=st.integers(0, 7))
 def test_damaged_groups_are_read_or_refused_with_a_code(tmp_path, data, undefined):
     path, content = tmp_path / "a", bytearray(bytes_with(undefined))

@@ -15,6 +15,7 @@ from octfm.phantom import phantom_volume
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.volume import eight_bit
 from support.dicom_files import write_oct_dicom
+from support.examples import examples
 from support.vendor_files import SPACING_MM, write_images, write_nifti, write_npy, write_tiff
 from support.volumes import telling_voxels
 
@@ -165,7 +166,7 @@ UNITS = {
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     units=st.tuples(*[st.sampled_from([*UNITS, None])] * 3),
     quote=st.sampled_from("\"'"),

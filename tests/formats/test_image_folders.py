@@ -10,11 +10,12 @@ from PIL import Image
 from octfm.catalog.catalog import NothingAccepted
 from octfm.catalog.scan import scan
 from octfm.formats import ReadError, read_header, read_volume
+from support.examples import examples
 from support.vendor_files import SPACING_MM, write_images, write_npy, write_sidecar
 from support.volumes import telling_voxels
 
 VOXELS = telling_voxels(shape=(24, 40, 36))
-many = settings(max_examples=25)
+many = settings(max_examples=examples(25))
 
 
 def picture(height: int = 50, width: int = 60) -> Image.Image:

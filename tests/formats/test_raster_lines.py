@@ -94,7 +94,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize(
+    "write", [as_vol, in_patient, *(pytest.param(write, marks=pytest.mark.slow) for write in (as_xml, on_fundus))]
+)
 def test_zones_do_not_depend_on_how_a_file_was_scanned(tmp_path, write):
     flat = Volume(gray(), SPACING_MM, "R", superior_first=True)
     expected = grid_of(flat, WAYS["horizontal"])

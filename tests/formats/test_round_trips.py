@@ -23,6 +23,7 @@ from octfm.tasks.view import scene_of
 from octfm.volume.segmentation import Segmentation
 from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
+from support.examples import examples
 from support.segmented import NAMES, for_segmentation, segmentation
 from support.vendor_files import (
     SPACING_MM,
@@ -192,7 +193,7 @@ def test_positions_for_another_number_of_bscans_are_refused(tmp_path):
 shapes = st.tuples(st.integers(1, 7), st.integers(20, 31), st.integers(10, 17))
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     shape=shapes,
     eye=st.sampled_from(["R", "L", None]),

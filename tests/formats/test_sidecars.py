@@ -16,6 +16,7 @@ from octfm.formats import ReadError, read_header, read_surfaces, read_volume
 from octfm.formats.declared import KEYS, read_declared
 from octfm.layers.table import state_of
 from support.dicom_files import write_oct_dicom
+from support.examples import examples
 from support.vendor_files import (
     SPACING_MM,
     e2e_codes,
@@ -29,7 +30,7 @@ from support.vendor_files import (
 )
 from support.volumes import telling_voxels
 
-many = settings(max_examples=60)
+many = settings(max_examples=examples(60))
 GOOD = {
     "spacing_mm": [0.12, 0.0039, 0.0115],
     "laterality": "OS",

@@ -9,6 +9,7 @@ from PIL import Image
 
 from octfm.errors import ReadError
 from octfm.formats import read_header, read_volume
+from support.examples import examples
 from support.vendor_files import SPACING_MM, write_sidecar, write_tiff
 from support.volumes import telling_voxels
 
@@ -32,7 +33,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(at=st.floats(0, 1, exclude_max=True))
 @example(0.999)
 @example(0.998)

@@ -25,10 +25,11 @@ from octfm.formats.dicom.codecs import FrameFormat, decode_frame, find_decoders
 from support import FIXTURES
 from support.codestreams import imagecodecs_encoder, picture, rle_encoder
 from support.dicom_files import NATIVE, write_oct_dicom
+from support.examples import examples
 
 SPACING_MM = (0.12, 0.0039, 0.0115)
 
-lenient = settings(max_examples=40)
+lenient = settings(max_examples=examples(40))
 
 
 @dataclass(frozen=True)

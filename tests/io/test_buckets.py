@@ -577,6 +577,7 @@ def test_headers_are_read_by_ranges_and_once(place, tmp_path, monkeypatch):
     assert listed == [str(place)], "one listing, however many folders"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
 def test_requests_of_child_processes_are_counted_without_leftover_files(place, clinic, tmp_path, monkeypatch):
     """Those of a scan that stops with an error, too: its account is not a file."""
@@ -662,7 +663,7 @@ def same_volumes(one: Store, other: Store) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("voxels", "band", "valid"))
 
 
-@pytest.mark.parametrize("place", ["local", "gs", pytest.param("s3", marks=SLOW)], indirect=True)
+@pytest.mark.parametrize("place", ["gs", *(pytest.param(name, marks=SLOW) for name in ("local", "s3"))], indirect=True)
 def test_a_store_is_the_same_wherever_it_is(place, scanned, prepared):
     store = prepare(scanned, place / "store", small_preprocessing(), workers=0, progress=False)
     assert same_volumes(prepared, store) and same_volumes(prepared, Store.open(str(place / "store")))

@@ -61,6 +61,15 @@ def test_requests_with_other_limits_do_not_end_each_others_children():
     assert pids[:2] == pids[2:] and pids[0] != pids[1]
 
 
+def test_the_child_that_is_kept_is_the_one_used_last():
+    """One with limits that nobody needs any more would be kept for good, and every prepare would start a child."""
+    other, own = (Limits(seconds=60, memory=memory) for memory in (3 * 10**9, 2 * 10**9))
+    _, (before, *_) = (found for limit in (other, own) for found in each(who, [0], limit, lambda _: 60))
+    release(keep=1)
+    ((after, *_),) = each(who, [0], own, lambda _: 60)
+    assert after == before
+
+
 def test_a_child_learns_what_was_set_after_it_started(monkeypatch):
     """Credentials of a bucket, for one."""
     run(os.getenv, ["OCTFM_TEST"])

@@ -108,7 +108,9 @@ def test_a_bscan_has_the_same_layers_whatever_else_is_in_the_volume():
         np.testing.assert_array_equal(getattr(apart, name), getattr(found, name), err_msg=name)
 
 
-@pytest.mark.parametrize("setting", ["float64", "device", "autocast"])
+@pytest.mark.parametrize(
+    "setting", ["autocast", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float64", "device"))]
+)
 def test_what_a_caller_has_set_in_torch_changes_no_layers(setting):
     volume = as_volume(drawn(1)[0])
     with SET_OTHERWISE[setting]():
@@ -129,6 +131,7 @@ def test_bscans_are_resampled_only_where_the_network_has_not_seen_their_pixels()
     assert network_size((1, 1000, 512), (0.1, 0.00195, 0.008)) == (500, 256)
 
 
+@pytest.mark.slow
 def test_wider_pixels_and_sixteen_bits_change_little():
     image, finder = drawn(1)[0], load_finder()
     volume = as_volume(image)
@@ -244,6 +247,7 @@ def test_a_line_scan_has_surfaces_but_no_zones():
     assert found.volume_nl("drusen") is None
 
 
+@pytest.mark.slow
 def test_the_loss_learns_surfaces_absence_and_masks():
     """A tiny network overfits two small images: surfaces that leave the image, and a lesion in one of them."""
     torch.manual_seed(0)
@@ -318,7 +322,8 @@ def test_areas_where_the_retina_is_not_in_the_image_are_not_reported():
 
 
 @pytest.mark.parametrize(
-    ("place", "bscan", "absent"), [((40, 15), 3, "detachment"), ((41, 21), 2, "intraretinal_fluid")]
+    ("place", "bscan", "absent"),
+    [((40, 15), 3, "detachment"), pytest.param((41, 21), 2, "intraretinal_fluid", marks=pytest.mark.slow)],
 )
 def test_what_the_network_takes_for_a_lesion_under_a_cyst_or_in_shadow_is_not_reported(place, bscan, absent):
     """Without these rules the first has 6,663 pixels of detachment below fluid, the second 394 of fluid in shadow."""
@@ -384,6 +389,7 @@ def test_shadows_are_no_cysts(inverted):
     assert (lesions[0, 45:60, nowhere] == fluid).all(), "no RPE was found to compare"
 
 
+@pytest.mark.slow
 def test_the_healthy_sample_has_neither_drusen_nor_fluid():
     sample = samples(["healthy"])[0].volume
     some = [4, 8]  # with a vessel's shadow, and with the optic disc
@@ -755,6 +761,7 @@ def test_a_corrected_scan_that_was_renamed_and_changed_is_not_taken_for_the_same
         assert write_table([moved], out, echo=said.append) == 0 and said[0].startswith(warning)
 
 
+@pytest.mark.slow
 def test_a_table_in_the_folder_of_its_images_resumes(tmp_path):
     folder, eye = tmp_path / "eye", samples(["healthy"])[0].volume
     folder.mkdir()
@@ -881,6 +888,7 @@ def test_a_new_user_gets_a_result_without_a_scan(monkeypatch):
     assert "verdict: nothing speaks against it" in shown.output
 
 
+@pytest.mark.slow
 def test_samples_can_be_tabulated_and_viewed(small_finder, tmp_path, monkeypatch):
     monkeypatch.setattr("octfm.layers.sample.SIZE", (2, 128, 96))
     out = tmp_path / "table.csv"
@@ -986,6 +994,7 @@ def test_the_opening_of_a_hole_is_no_fluid_and_fluid_below_a_retina_is():
     assert serous.masks["subretinal_fluid"].any() and not serous.note_on_scan
 
 
+@pytest.mark.slow
 def test_the_opening_of_a_real_hole_is_no_fluid(real_data):
     voxels = np.load(real_data / "macular_hole_49.npz")["volume"][22:33:2]
     found = octfm.segment(Volume(voxels, (0.12, 0.00387, 0.0115), source="hole"))

@@ -82,6 +82,7 @@ def test_icons_conflicts_and_copies_are_left_out(tmp_path):
     assert image[:310].all()
 
 
+@pytest.mark.slow
 def test_layers_of_a_single_bscan_are_measured_at_the_scale_of_the_store(tmp_path):
     volume = samples(["dme"])[0].volume
     Image.fromarray(volume.voxels[10]).save(tmp_path / "1.png")

@@ -70,6 +70,7 @@ def test_rows_have_what_the_catalog_knows_and_files_do_not(clinic, workers, requ
     assert "0 new of 3 scans" in invoke("segment", clinic / "catalog", "--out", out).output
 
 
+@pytest.mark.slow
 def test_only_scans_of_which_a_new_catalog_says_something_else_are_segmented_again(clinic, small_finder):
     out = clinic / "table.csv"
     assert "3 new of 3" in invoke("segment", scanned(clinic), "--out", out).output
@@ -98,6 +99,7 @@ def test_a_row_begun_by_a_relative_path_stays_one_row(clinic, small_finder, monk
     assert [row["participant"] for row in read_table(clinic / "table.csv")] == ["7", "7", "8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_catalogs_and_scans_may_lie_in_a_bucket(clinic, place, small_finder):
     for file in (clinic / "scans").iterdir():
@@ -117,6 +119,7 @@ def test_catalogs_and_scans_may_lie_in_a_bucket(clinic, place, small_finder):
     assert "0 new of 3" in invoke("segment", *files, "--out", out).output, "what the catalog says is kept"
 
 
+@pytest.mark.slow
 def test_a_scan_given_in_every_way_is_that_of_the_catalog(clinic, small_finder, monkeypatch):
     (clinic / "scans" / "c.npy").rename(clinic / "scans" / "left_c.npy")
     write_files(clinic, [("left_c.npy", "8", "OD")])
@@ -126,6 +129,7 @@ def test_a_scan_given_in_every_way_is_that_of_the_catalog(clinic, small_finder, 
     assert ("8", "") in stated(clinic / "table.csv"), "table and name contradict each other"
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_the_one_of_the_catalog_is_named(clinic, small_finder):
     out, catalog = clinic / "table.csv", scanned(clinic)
     np.save(clinic / "scans" / "b.npy", np.load(clinic / "scans" / "b.npy")[1:])
@@ -280,7 +284,9 @@ def star(folder):
     write_star(folder / "star.dcm", scanned_star(made, lines_of(12), columns=128))
 
 
-@pytest.mark.parametrize("made", [two_eyes, vertical, archived, in_parts, star])
+@pytest.mark.parametrize(
+    "made", [two_eyes, archived, *(pytest.param(made, marks=pytest.mark.slow) for made in (vertical, in_parts, star))]
+)
 def test_a_catalog_that_adds_nothing_changes_no_number(made, tmp_path, small_finder):
     (folder := tmp_path / "scans").mkdir()
     made(folder)

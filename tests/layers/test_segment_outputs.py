@@ -353,6 +353,7 @@ def test_the_file_beside_exported_labels_has_no_free_text(tmp_path):
         assert facts.get("protocol") == shown and facts["scanner"] == "zeiss_cirrus"
 
 
+@pytest.mark.slow
 def test_dicom_exports_say_which_segments_somebody_has_corrected(tmp_path):
     pytest.importorskip("highdicom")
     from pydicom import dcmread
@@ -402,6 +403,7 @@ def test_a_scan_in_which_nothing_was_found_is_exported_empty(tmp_path):
     assert labels.shape == found.volume.shape[::-1] and not np.asarray(labels.dataobj).any()
 
 
+@pytest.mark.slow
 def test_a_table_of_an_export_has_the_devices_zones(tmp_path, monkeypatch):
     for module in ("octfm.layers.segment", "octfm.layers.table"):
         monkeypatch.setattr(f"{module}.load_finder", lambda **_: LayerFinder(LayerNet(LayerNetConfig((8, 8)))))

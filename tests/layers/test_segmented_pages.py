@@ -33,6 +33,7 @@ def row(found: ScanSegmentation, source: str) -> dict[str, str]:
     return row_of(found) | {"source": source}
 
 
+@pytest.mark.slow
 def test_a_matplotlibrc_changes_no_picture():
     found = found_in()
     own = thickness_pictures(found), native_pictures(found.volume)

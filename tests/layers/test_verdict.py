@@ -623,6 +623,7 @@ def test_a_spoilt_phantom_is_refused_in_words_and_has_no_zones(phantom, spoil, r
     assert row["verdict"] == "; ".join(found.verdict.reasons) and not row["centre_um"]
 
 
+@pytest.mark.slow
 def test_the_same_eye_shown_differently_has_the_same_central_thickness(phantom):
     """Within 4 µm in the central millimetre of the middle B-scan: mirrored, brighter, darker, shifted, tilted by 3°."""
     voxels = phantom.voxels[1:2]

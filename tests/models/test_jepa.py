@@ -210,6 +210,7 @@ RUN = {
 }
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_uninterrupted_run(store, tmp_path, monkeypatch):
     whole = quick_pretrain(config(**RUN), store, tmp_path / "whole", echo=quiet)
     with monkeypatch.context() as patch:

@@ -23,6 +23,7 @@ from octfm.models.vit3d import (
     take_patches,
     turn_qkv,
 )
+from support.examples import examples
 from support.vjepa2_peer import EVERY, GRID, PATCH, SIZE, random_vjepa2
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -183,7 +184,7 @@ def test_blocked_attention_has_the_gradient_of_attention(precision, kept, monkey
     st.lists(st.integers(1, 4), max_size=2), st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.booleans(),
     st.sampled_from(["dense", "every second", "transposed", "expanded"]),
 )  # fmt: skip
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_linear_layers_equal_torchs_whatever_the_strides(lead, rows, channels, answers, bias, of_input, view):
     """Values and gradients in float32 by oneDNN, on every processor that has it, beside torch's in float64."""
     if not HAS_ONEDNN:

@@ -23,6 +23,7 @@ from octfm.pretraining.learner import build_objective
 from octfm.run.runtime import Runtime
 from octfm.store.loader import Batch
 from octfm.volume.segmentation import CLASSES, UNKNOWN
+from support.examples import examples
 from support.packaged_encoder import NAME, ship, write_packaged
 from support.small_store import SIZE, small_store
 from support.tiny_runs import config, quick_pretrain, quiet
@@ -50,7 +51,7 @@ def some_tokens(seed, count):
     return torch.randn(2, count, SMALL.width, generator=rng), index
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 999), count=st.integers(2, 30))
 def test_a_summary_depends_on_what_counts_and_where_it_lies_and_on_nothing_else(seed, count):
     own, (tokens, index) = network(), some_tokens(seed, count)
@@ -140,6 +141,7 @@ def test_a_volume_without_truth_teaches_a_summary_nothing():
     assert error[0] == 0 and (read.grad[0] == 0).all() and error[1] > 0 and (read.grad[1] != 0).any()
 
 
+@pytest.mark.slow
 def test_what_a_batch_says_of_thickness_is_learned():
     """The same phantoms again and again: the summary's error falls below that of the best constant."""
     settings_ = dense()
@@ -168,6 +170,7 @@ def test_what_a_batch_says_of_thickness_is_learned():
     assert error() < 0.5 * float(constant) < 0.5 * before
 
 
+@pytest.mark.slow
 def test_a_run_with_a_summary_resumes_embeds_and_exports_alike(tmp_path):
     store = small_store(tmp_path / "store")
     whole = quick_pretrain(dense(steps=3, ckpt_every_steps=2), out=tmp_path / "whole", echo=quiet)

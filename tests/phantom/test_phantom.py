@@ -30,6 +30,7 @@ from octfm.phantom.normative import PUBLISHED_UM, sectors_um
 from octfm.phantom.optics import detector_noise, log_display, speckle
 from octfm.phantom.render import en_face_positions
 from octfm.phantom.scanner import acquire
+from support.examples import examples
 
 SMALL = (10, 128, 64)
 
@@ -38,7 +39,8 @@ def an_eye(seed: int, laterality="R", diagnosis="healthy", severity=0.5, age=60.
     return sample_eye((seed, 0), laterality, participant="x", age=age, diagnosis=diagnosis, severity=severity)
 
 
-@settings(max_examples=25)
+@pytest.mark.slow
+@settings(max_examples=examples(25))
 @given(
     st.integers(0, 500),
     st.sampled_from(DIAGNOSES),
@@ -81,7 +83,7 @@ def test_surfaces_never_cross_and_lesions_stay_between_ilm_and_bm(seed, diagnosi
 def test_F13_phantoms_are_right_side_up(scanner, diagnosis):
     """Dark vitreous on top, then the retina with the RPE as its brightest band, then a choroid that fades."""
     for seed in range(2):
-        volume, truth = phantom_volume(seed, diagnosis=diagnosis, scanner=scanner, size=(8, 256, 192))
+        volume, truth = phantom_volume(seed, diagnosis=diagnosis, scanner=scanner, size=(3, 256, 128))
         row = np.arange(volume.shape[1])[None, :, None]
         ilm, rpe, bm = (truth.surface(name)[:, None] for name in ("ilm", "rpe", "bm"))
 
@@ -93,6 +95,7 @@ def test_F13_phantoms_are_right_side_up(scanner, diagnosis):
         assert vitreous < retina < band and below < retina
 
 
+@pytest.mark.slow
 def test_layers_of_healthy_eyes_have_published_thicknesses():
     """Central subfield, inner and outer ring of the ETDRS grid in µm. Sources: anatomy.py."""
     eyes = [an_eye(seed) for seed in range(120)]
@@ -111,6 +114,7 @@ def test_layers_of_healthy_eyes_have_published_thicknesses():
     assert central[:, LAYER["choroid"]].mean() == pytest.approx(285, abs=35)
 
 
+@pytest.mark.slow
 def test_every_sector_of_the_etdrs_grid_has_its_published_thickness():
     """Means of 60 eyes within 9 µm per layer and 15 µm for the retina, no more than published tables differ by."""
     found = [sectors_um(an_eye(seed, age=50)) for seed in range(60)]
@@ -158,6 +162,7 @@ def test_first_b_scan_is_superior_only_where_the_scanner_says_so():
         assert (y[0].mean() > y[-1].mean()) == scanner.superior_first
 
 
+@pytest.mark.slow
 def test_fellow_eyes_resemble_each_other_and_age_thins_ganglion_cells():
     cst = np.array([[central_subfield_um(an_eye(seed, side)) for side in "RL"] for seed in range(60)])
     assert np.corrcoef(cst.T)[0, 1] > 0.7
@@ -190,6 +195,7 @@ def test_severity_grows_lesions_and_early_disease_has_normal_thickness():
     assert 350 < np.median(late) < 650
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanner", sorted(SCANNERS))
 def test_fluid_is_darker_than_the_retina_around_it(scanner):
     dark = 0

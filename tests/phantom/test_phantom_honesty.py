@@ -184,6 +184,7 @@ def test_header_fields_alone_predict_nothing():
     assert np.mean(permuted) == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.slow
 def test_cross_scanner_truth_agrees():
     """One eye on five scanners: the layers found on each instrument's own grid are those of the eye, in µm."""
     x = np.linspace(-2.5, 2.5, 60)[None, :] * np.ones((60, 1))

@@ -35,6 +35,7 @@ def test_an_image_is_a_function_of_seed_and_place_alone():
     assert eyes[0].shape != eyes[1].shape or not np.array_equal(*eyes, equal_nan=True), "the seed changes the eye"
 
 
+@pytest.mark.slow
 def test_surfaces_lie_in_the_order_of_the_retina():
     for place in range(30):
         surfaces = SMALL(place).surfaces
@@ -59,6 +60,7 @@ def realistic() -> list:
     return list(map(Stream(5, randomised=0.0, conditions=("healthy",)), range(24)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("surface", "brighter_below"), [("ilm", True), ("ez", True), ("bm", False)])
 def test_truth_lies_where_the_picture_has_its_edges(surface, brighter_below):
     """In realistic looks: vitreous to retina, outer nuclear layer to ellipsoid zone, bright band to choroid."""
@@ -71,6 +73,7 @@ def test_truth_lies_where_the_picture_has_its_edges(surface, brighter_below):
     assert right.mean() > (0.7 if surface == "bm" else 0.9)
 
 
+@pytest.mark.slow
 def test_every_condition_and_accident_occurs():
     rng = np.random.default_rng(0)
     accidents = Counter(sample_placement(rng).accident for _ in range(2000))
@@ -83,6 +86,7 @@ def test_every_condition_and_accident_occurs():
         assert image.voxels.dtype == np.uint8 and image.voxels.std() > 0, condition
 
 
+@pytest.mark.slow
 def test_detachments_reach_800_um_and_keep_bruch_in_place():
     rng = np.random.default_rng(1)
     heights = [
@@ -119,6 +123,7 @@ def test_detachments_reach_800_um_and_keep_bruch_in_place():
 ACCIDENTS: tuple[Accident, ...] = ("none", "clipped", "blink", "upside_down", "wrapped")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accident", ACCIDENTS)
 def test_every_accident_is_rendered_at_any_tilt(accident):
     scanner, size = SCANNERS["heidelberg_spectralis"], (2, 124, 64)
@@ -146,6 +151,7 @@ def test_what_leaves_the_frame_at_the_top_comes_back_mirrored():
     assert fold(power).ravel().tolist() == [4 + 3, 5 + 2, 6 + 1, 7 + 0]
 
 
+@pytest.mark.slow
 def test_upside_down_images_have_no_surfaces():
     images = [
         image for image in map(replace(SMALL, conditions=("healthy",)), range(60)) if image.accident == "upside_down"

@@ -96,6 +96,7 @@ def test_blocks_that_ignore_where_tissue_lies_are_stopped(slanted, monkeypatch):
     assert found.status == "FAIL" and "of H is a target" in found.measured
 
 
+@pytest.mark.slow
 def test_a_row_that_is_hardly_ever_kept_is_no_alarm():
     """Its one kept token in 200 draws is a target or is not; either says nothing."""
     lonely = np.full((1, *GRID), PADDING, np.uint8)

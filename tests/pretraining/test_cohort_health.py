@@ -124,6 +124,7 @@ def test_one_participant_in_a_fifth_of_all_rows_is_named(tmp_path, eyes):
     assert found(twice)["participants"].status == "PASS"
 
 
+@pytest.mark.slow
 def test_real_volumes_look_sound(real_data):
     """Unusual ones included: cropped, flattened, with oedema. Upside down, the whole one is seen to be."""
     amd = np.load(real_data / "medvisbonn_amd_spectralis_145.npz")["volume"]

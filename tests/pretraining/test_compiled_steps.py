@@ -59,6 +59,7 @@ def test_adamw_of_plain_operations_is_torchs_and_skips_what_is_no_number():
         torch.testing.assert_close(x["exp_avg_sq"], y["exp_avg_sq"], rtol=2e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_limits_are_where_the_spike_detector_begins_to_find_something():
     """The device decides by the limits, the host explains afterwards: at any loss and gradient norm they say the
     same."""
@@ -244,6 +245,7 @@ def test_a_default_that_torch_cannot_compile_costs_a_line_and_not_the_run(capsys
         replace(CUDA.for_run(RuntimeConfig(compile=True), 1), compiles=True).compiled(model)(x)
 
 
+@pytest.mark.slow
 def test_graphs_are_in_the_estimate_of_what_is_compiled(tmp_path):
     pre = small_store(tmp_path / "store").preprocessing
     plain, graphs = (step_cost(config(), pre, 2, 2, device="cuda", graphs=g) for g in (False, True))

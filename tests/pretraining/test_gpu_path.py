@@ -41,6 +41,7 @@ def test_the_roofline_counts_the_arithmetic_that_the_doctor_counts():
     assert sum(work.moved for work in average) == pytest.approx(12 * count_parameters(model.target_encoder))
 
 
+@pytest.mark.slow
 def test_a_prediction_is_bound_by_what_takes_longest():
     settings, pre, gpu = config(precision="bf16"), small_preprocessing(), roofline.GPUS[-1]
     eager, compiled = (roofline.predict(settings, pre, gpu, 2, 1, graph) for graph in (False, True))

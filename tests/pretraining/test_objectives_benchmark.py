@@ -63,6 +63,7 @@ def out(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_a_better_arm_is_told_from_an_equal_one_and_from_a_worse_one(out):
     text, gains = out(
         *[planted("ours", seed, 0.6) for seed in range(3)],
@@ -84,12 +85,14 @@ def test_a_better_arm_is_told_from_an_equal_one_and_from_a_worse_one(out):
     assert "240 test participants, one eye each; 60 of them on the held-out scanner" in text
 
 
+@pytest.mark.slow
 def test_arms_are_compared_over_the_seeds_that_both_have(out):
     """Seed 7 of ours is far better; an arm that has not come to it must not be held against it."""
     _, gains = out(planted("ours", 0, 0.5), planted("ours", 7, 0.9), planted("other", 0, 0.5))
     assert gains["other", "disease AUROC"]["gain_of_ours"] == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_seeds_that_differ_widen_an_interval(out):
     def width(skills):
         _, gains = out(

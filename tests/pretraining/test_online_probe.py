@@ -27,6 +27,7 @@ from octfm.run.checkpoint_writer import best_step
 from octfm.run.tracking import read_metrics
 from octfm.store.selection import select
 from octfm.store.store import Store
+from support.examples import examples
 from support.small_store import edit_rows, prepared_eye, small_preprocessing
 from support.tiny_runs import config, final, interrupted_after, quick_pretrain, quiet, rows
 
@@ -197,7 +198,7 @@ def test_ridge_equals_the_textbook_form():
     assert min(np.abs(found - answer).max() for answer in answers) < 1e-9
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.sampled_from(["number", "classes"]), st.integers(0, 1000), st.integers(2, 40))
 def test_the_penalty_is_the_one_that_is_best_for_participants_left_out(kind, seed, people):
     """As refitting without each participant finds it, all other things equal."""
@@ -313,7 +314,13 @@ def test_F12_whoever_chose_a_checkpoint_is_no_test_participant_of_it(store, labe
         )
 
 
-@pytest.mark.parametrize("change", ["corrected labels", "metrics.jsonl deleted", "rows of 0.1"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "corrected labels",
+        *(pytest.param(change, marks=pytest.mark.slow) for change in ("metrics.jsonl deleted", "rows of 0.1")),
+    ],
+)
 def test_a_score_that_can_be_compared_with_no_other_is_the_best(store, labels, tmp_path, monkeypatch, change):
     """Else a state that mistaken labels, or another rule for the penalty, found good would remain the best one."""
     scored(monkeypatch, 0.9, 0.5, 0.3)
@@ -341,6 +348,7 @@ def test_a_score_that_can_be_compared_with_no_other_is_the_best(store, labels, t
     assert "step-00000006.pt" in checkpoint_advice(list(read_metrics(run / "metrics.jsonl")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["full disk", "kill"])
 def test_a_best_state_whose_checkpoint_was_lost_does_not_hide_the_best_one_that_is_there(
     store, labels, tmp_path, monkeypatch, how

@@ -60,6 +60,7 @@ def begun(init: Path | str, **changes):
     return config(model=model, **changes)
 
 
+@pytest.mark.slow
 def test_a_smoke_run_reads_the_weights_that_the_run_would_begin_with(parent, first, tmp_path, monkeypatch):
     """It ignored model.init, and a misspelt one stopped the run itself."""
     trained = []
@@ -83,6 +84,7 @@ def trained_on(store: Store) -> set[str]:
     return {row.participant for row in store.rows if row.split == "train"}
 
 
+@pytest.mark.slow
 def test_all_networks_of_the_same_objective_are_carried_over(parent, second, tmp_path):
     run = quick_pretrain(begun(parent, steps=1, schedule=STILL), second, tmp_path / "run", "cpu", echo=quiet)
     given, taken = final(parent)["model"], final(run)["model"]
@@ -189,6 +191,7 @@ def test_it_resumes_bit_for_bit_and_forgets_nobody(parent, first, second, tmp_pa
     assert final(run)["participants"]["before"] == final(whole)["participants"]["before"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_it_resumes_after_it_began_with_a_run_in_a_bucket(place, first, second, tmp_path):
     """Its own config.yaml named no place of initial weights when it was read again."""
@@ -268,6 +271,7 @@ def test_a_rollback_that_misses_the_initial_weights_leaves_an_incident(parent, s
     assert incident["action"] == "stop" and "no such file" in incident["sentence"]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_either_run_are_strangers_in_the_other(parent, second, tmp_path):
     here = tmp_path / "parent"
     shutil.copytree(parent, here)
@@ -356,6 +360,7 @@ def test_F16_trust_knows_the_scanners_of_all_runs_behind_the_weights(first, seco
         _pretraining(unknown, first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exported", [False, True])
 def test_a_fine_tuning_notices_that_another_run_is_at_its_encoders_place(parent, first, second, tmp_path, exported):
     """Going on from a checkpoint, it would forget whom only the former had seen."""

@@ -202,6 +202,7 @@ def test_disk_counts_what_is_kept_for_good_and_the_best(store, tmp_path):
         assert f"up to {count} checkpoints" in resources.disk(config(steps=3000, **more), store, tmp_path, 16).measured
 
 
+@pytest.mark.slow
 def test_preflight_never_reads_more_than_a_sample(store, tmp_path, monkeypatch):
     read, seen = type(store).read, []
     monkeypatch.setattr(
@@ -302,9 +303,9 @@ def test_a_damaged_store_is_stopped(tmp_path):
 def test_a_store_that_octfm_prepare_has_not_finished_is_not_taken_for_whole(tmp_path):
     """Runs and results on half of a cohort looked like those on all of it."""
     store, said = small_store(tmp_path / "prepared"), []
-    assert table(config(), store, tmp_path / "run")["store"].status == "PASS"
+    assert data.prepared(store).status == "PASS"
     with StoreWriter(store.path, store.preprocessing):
-        found = table(config(), store, tmp_path / "run")["store"]
+        found = data.prepared(store)
         to_evaluate(store, echo=said.append)
     assert found.status == "WARN" and f"it had {len(store)} volumes" in found.measured
     assert len(said) == 1 and f"it had {len(store)} volumes" in said[0]

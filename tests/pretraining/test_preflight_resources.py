@@ -160,6 +160,7 @@ def test_smaller_micro_batches_are_estimated_to_need_less():
     assert four > two
 
 
+@pytest.mark.slow
 def test_attention_costs_what_it_costs_by_every_kernel(monkeypatch):
     """Operations of a step in float32, whose attention is fused on one processor and products of blocks on another."""
     found = []

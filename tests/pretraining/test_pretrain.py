@@ -59,16 +59,23 @@ def test_a_run_shortened_after_its_end_says_how_many_updates_it_made(store, tmp_
 )
 def test_resumed_run_equals_uninterrupted_run(store, whole, tmp_path, monkeypatch, stop_at):
     """Weights, optimizer, teacher and every metric, bit for bit; the checks before step 0, which one of the resumed runs
-    makes and the whole one does not, leave no trace."""
+    makes and the whole one does not, leave no trace. Neither draws any of the caller's random numbers: a head that is drawn
+    afterwards would start from the same weights, whatever seed its author chose."""
     train = pretrain if stop_at == 4 else quick_pretrain
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
     with monkeypatch.context() as patch, pytest.raises(Killed):
         killed_at(2 * stop_at, patch, forward, "make_inputs")
         train(config(), store, tmp_path / "halves", echo=quiet)
     assert_same_run(train(config(), store, tmp_path / "halves", echo=quiet), whole)
+    assert torch.equal(torch.get_rng_state(), state)
     assert final(whole)["step"] == 8
 
 
-@pytest.mark.parametrize("setting", SET_OTHERWISE)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("float64", "autocast"))) for name in SET_OTHERWISE],
+)
 def test_what_a_caller_has_set_in_torch_changes_no_run(store, one_update, tmp_path, setting):
     with SET_OTHERWISE[setting]():
         run = quick_pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
@@ -85,15 +92,6 @@ def test_a_finished_run_is_left_as_it_is(store, tmp_path):
     before = (run / "metrics.jsonl").read_bytes()
     quick_pretrain(config(steps=3), store, tmp_path / "run", echo=quiet)
     assert (run / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_run_draws_none_of_the_callers_random_numbers(store, tmp_path):
-    """A head that is drawn afterwards would start from the same weights, whatever seed its author chose."""
-    torch.manual_seed(3)
-    expected = torch.rand(3)
-    torch.manual_seed(3)
-    pretrain(config(steps=1), store, tmp_path / "run", echo=quiet)
-    assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +371,13 @@ def test_a_step_in_which_a_stage_of_masking_would_end_has_one_shape(store, tmp_p
     assert len(rows(quick_pretrain(settings, store, tmp_path / "run", echo=quiet))) == 3
 
 
-@pytest.mark.parametrize("signals", ["HUP HUP", "TERM HUP", "INT HUP HUP", "HUP TERM"])
+@pytest.mark.parametrize(
+    "signals",
+    [
+        "TERM HUP",
+        *(pytest.param(signals, marks=pytest.mark.slow) for signals in ("HUP HUP", "INT HUP HUP", "HUP TERM")),
+    ],
+)
 def test_a_run_whose_terminal_is_closed_is_saved(store, tmp_path, signals):
     """The kernel sends SIGHUP, and then the shell does; systemd sends it right after the SIGTERM that ends a session."""
     from octfm.errors import Preempted
@@ -428,6 +432,7 @@ def test_a_run_under_nohup_goes_on(store, tmp_path):
     assert len(rows(run)) == 4
 
 
+@pytest.mark.slow
 def test_stages_of_masking_train_and_resume(store, tmp_path):
     """Each stage is another shape; a run that is stopped in the second goes on as if it had not been."""
     from octfm.errors import Preempted

@@ -150,15 +150,10 @@ def test_epochs_train_and_resume(store, tmp_path):
     assert "2 updates" in lines[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "demo_vjepa2",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("smoke_test", "pretrain_vjepa_single_domain", "data2vec_prototype", "demo", "vit_s", "mae")
-        ),
-    ],
+    ["demo_vjepa2", "smoke_test", "pretrain_vjepa_single_domain", "data2vec_prototype", "demo", "vit_s", "mae"],
 )
 def test_every_preset_shrinks_and_passes_its_preflight(name, store):
     """What `--smoke` runs; under a minute on two cores, here on 8 small volumes in seconds."""

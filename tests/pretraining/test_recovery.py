@@ -107,6 +107,7 @@ def test_every_planted_fault_is_named_within_20_steps(store, sound, tmp_path, fa
         assert error is not None and NAMES[fault] in str(error) and "the code or its settings are wrong" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["vjepa2", *OTHER])
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_batch_statistics_are_seen_when_every_volume_is_alone(store, tmp_path, objective, precision):
@@ -117,6 +118,7 @@ def test_batch_statistics_are_seen_when_every_volume_is_alone(store, tmp_path, o
     assert named(said, 0)[0] == (21, "batch statistics") and error is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["mae", pytest.param("vjepa2", marks=pytest.mark.slow), *OTHER])
 def test_batch_statistics_are_seen_in_a_few_of_many_tokens(store, tmp_path, objective):
     """Twice as many tokens as are looked at; without the fault nothing is said of them."""
@@ -262,6 +264,7 @@ def test_bad_batches_roll_the_run_back_and_are_not_repeated(store, tmp_path, mon
     assert final(run)["state"]["offset"] == 10 and final(run)["step"] == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [pytest.param("mae", marks=pytest.mark.slow), "vjepa2"])
 def test_the_few_tokens_of_a_tiny_batch_are_no_collapse(store, tmp_path, objective):
     """Two tokens have a rank of one, whatever the features; an encoder of width 384 was taken for collapsed at 4.8."""
@@ -271,6 +274,7 @@ def test_the_few_tokens_of_a_tiny_batch_are_no_collapse(store, tmp_path, objecti
     assert rows(quick_pretrain(settings, store, tmp_path / "run", echo=quiet), "incident") == []
 
 
+@pytest.mark.slow
 def test_weights_that_spoil_most_volumes_are_rolled_back_and_no_volume_is_blamed(store, tmp_path, monkeypatch):
     make_inputs = passes.make_inputs
 
@@ -361,7 +365,9 @@ def test_a_fault_that_stays_stops_the_run_with_a_diagnosis(stopped):
     assert "training continued 2 times from step 30" in last["sentence"], "as pages of the run quote it"
 
 
-@pytest.mark.parametrize(("option", "until"), [("schedule.base_lr", 30), ("health.max_rollbacks", 42)])
+@pytest.mark.parametrize(
+    ("option", "until"), [pytest.param("schedule.base_lr", 30, marks=pytest.mark.slow), ("health.max_rollbacks", 42)]
+)
 def test_a_run_that_was_stopped_goes_on_with_the_options_that_its_error_names(store, stopped, tmp_path, option, until):
     """A lower rate repairs what then does not happen again; other batches are needed where these are at fault."""
     run, error = shutil.copytree(stopped[0], tmp_path / "run"), stopped[1]
@@ -375,6 +381,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_options_that_its_error_names(st
     assert final(run)["step"] == 51 and len(state["rollbacks"]) == (2 if until == 30 else 3)
 
 
+@pytest.mark.slow
 def test_a_config_may_ask_for_a_warning_only(store, tmp_path):
     said, error = run_with_fault(store, tmp_path / "run", "teacher-frozen", "vjepa2", 10, health={"on_fault": "warn"})
     assert error is None and [what for _, what in named(said, 0)].count("teacher frozen") >= 2

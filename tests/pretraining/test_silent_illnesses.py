@@ -515,7 +515,7 @@ SOUND = {
 }  # fmt: skip
 
 
-RARELY = ("mae bf16", "a batch of all volumes", "two in turn", "balanced")
+RARELY = {*SOUND} - {"vjepa2", "data2vec", "whitened", "short"}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in RARELY)) for kind in SOUND])

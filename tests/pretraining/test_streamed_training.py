@@ -41,6 +41,7 @@ from octfm.store.loader import Batch, Loader
 from octfm.store.order import Order
 from octfm.store.phantoms import MixedStore, PhantomConfig, PhantomStore
 from octfm.volume.segmentation import CLASSES, LESION_CLASSES, UNKNOWN
+from support.examples import examples
 from support.small_store import SIZE, small_preprocessing
 from support.tiny_runs import (
     Killed,
@@ -70,7 +71,7 @@ def phantoms() -> PhantomStore:
     return PhantomStore(PhantomConfig(**PHANTOMS), small_preprocessing(), held_out=4, threads=1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_a_voxel_is_the_layer_or_lesion_that_its_centre_lies_in(data):
     height, width = 12, 3
@@ -319,6 +320,7 @@ def test_phantoms_that_choose_a_checkpoint_are_nobody_either(tmp_path):
     assert final(quick_pretrain(probed, out=tmp_path / "run", echo=quiet))["participants"]["hashes"] == []
 
 
+@pytest.mark.slow
 def test_its_encoder_embeds_a_store_of_the_same_preprocessing(tmp_path, store):
     run = quick_pretrain(dense(steps=2), out=tmp_path / "run", echo=quiet)
     vectors = load_encoder(run).embed(store)
@@ -417,6 +419,7 @@ def test_a_run_on_scans_and_phantoms_resumes_bit_for_bit(tmp_path, store, monkey
     assert_same_weights(whole, tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store, monkeypatch):
     monkeypatch.setattr(anchor, "SEGMENTED", 1)  # the others take as long as the run
     whole = quick_pretrain(anchored(steps=2), store, tmp_path / "whole", echo=quiet)
@@ -430,6 +433,7 @@ def test_an_anchored_run_says_what_phantoms_do_for_scans(tmp_path, store, monkey
     assert participant_hashes(sorted(people), known["key"]) == known["hashes"], "whoever was trained on is known"
 
 
+@pytest.mark.slow
 def test_a_run_without_a_disease_says_how_well_it_is_told_from_health(tmp_path, monkeypatch):
     monkeypatch.setattr(anchor, "UNSEEN", 6)
     some = {"phantoms": PHANTOMS | {"conditions": [c for c in CONDITIONS if c not in ("macular_hole", "dme")]}}

@@ -203,6 +203,7 @@ def test_two_trackers_that_fail_at_once_do_not_either(tmp_path):
     assert [row["kind"] for row in read_metrics(tmp_path / "metrics.jsonl")] == ["train", "tracker", "tracker"]
 
 
+@pytest.mark.slow
 def test_settings_of_trackers_may_change_when_a_run_resumes(store, tmp_path):
     quick_pretrain(config(), store, tmp_path / "run", echo=quiet)
     quick_pretrain(config(tracking={"step_deadline_s": 5.0}), store, tmp_path / "run", echo=quiet)

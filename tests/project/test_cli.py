@@ -19,6 +19,7 @@ from octfm.io.location import write_whole
 from octfm.layers.table import only_writer
 from octfm.phantom import write
 from octfm.pretraining import preflight
+from octfm.pretraining.preflight import resources
 from octfm.run.folder import locked
 from octfm.store import writer
 from support.command_line import octfm_command, octfm_here
@@ -247,6 +248,7 @@ main.main()
         assert subprocess.run([sys.executable, "-c", body], stdout=pipe, stderr=pipe).returncode == 75
 
 
+@pytest.mark.slow
 def test_a_current_folder_that_was_deleted_is_named(tmp_path):
     """A scan from there ended in "no such file" without a name, and `python -m octfm` in a traceback."""
     (tmp_path / "gone").mkdir()
@@ -276,7 +278,8 @@ def test_a_disk_that_cannot_be_written_is_reported_by_the_whole_name(tmp_path, m
 
 def test_doctor_then_pretrain_then_resume(store, tmp_path):
     words = tiny(f"data.store={store}")
-    code, out, err = octfm_here("doctor", "vit_s", *words, cwd=tmp_path)
+    with mock.patch.object(resources, "forecast", lambda *_: resources.passed("forecast", "not asked here")):
+        code, out, err = octfm_here("doctor", "vit_s", *words, cwd=tmp_path)
     assert code == 0 and "PASS  objective learns" in out, (out, err)
     assert list(tmp_path.iterdir()) == []
     for _ in range(2):

@@ -13,6 +13,7 @@ from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.tasks.finetune_settings import FinetuneConfig
 from octfm.volume.preprocessing import Preprocessing
 from support import ROOT
+from support.examples import examples
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ def test_a_file_that_is_no_config_is_not_read(tmp_path):
         load_config(tmp_path / "c.yaml")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(text=st.text(st.sampled_from("ab:-[]{},&*!|>?'\"#%@` \n\t0189.e+<~=\\\0\x85\ud800"), max_size=40))
 def test_any_text_is_a_config_or_one_error(text, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "any.yaml"

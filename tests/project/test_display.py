@@ -269,6 +269,7 @@ def test_a_result_is_the_dict_that_its_file_holds(result, tmp_path):
             read_result(tmp_path / where)
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_shown_objects_fit_wide_and_narrow_pages(objects, tmp_path):
     """As a notebook shows them one below the other; nothing is cut off, wide tables scroll by themselves."""

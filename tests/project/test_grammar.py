@@ -89,6 +89,7 @@ def test_version_is_one_line(tmp_path):
     assert octfm_here("--version", cwd=tmp_path) == (0, f"octfm {octfm.__version__}\n", "")
 
 
+@pytest.mark.slow
 def test_bash_completes_verbs_options_and_configs(tmp_path):
     """With the script that --install-completion installs, in a real bash."""
     program = tmp_path / "octfm"

@@ -91,15 +91,15 @@ SLOW = partial(pytest.param, marks=pytest.mark.slow)
         ("detached", "expected a loss that is one number with a gradient, got one without a gradient"),
         SLOW("per volume", r"one number with a gradient, got one of shape \[1\]"),
         ("one for all", r"masked_loss_B of 4 volumes: expected a tensor of shape \[4\], got one of shape \[1\]"),
-        ("one number", r"masked_loss_B of 1 volume: expected a tensor of shape \[1\], got one of shape \[\]"),
+        SLOW("one number", r"masked_loss_B of 1 volume: expected a tensor of shape \[1\], got one of shape \[\]"),
         SLOW("no context", r"context_loss_B of 1 volume: expected a tensor of shape \[1\], got NoneType"),
         SLOW("baseline", r"baseline\(masked_goal_BTD\) of 1 volume: expected a tensor of shape \[1\]"),
         SLOW("below 0", r"masked_loss_B is -\d+.*; expected 0 or more"),
-        ("whole numbers", r"masked_loss_B of 1 volume: expected a tensor of shape \[1\], got torch.int32"),
+        SLOW("whole numbers", r"masked_loss_B of 1 volume: expected a tensor of shape \[1\], got torch.int32"),
         ("pooled", r"features_BMD: expected floating-point numbers .*, got torch.float32 of shape \[1, 48\]"),
-        ("no features", "features_BMD: expected floating-point numbers .*, got NoneType"),
+        SLOW("no features", "features_BMD: expected floating-point numbers .*, got NoneType"),
         ("at random", "forward draws random numbers, which a resumed run would not repeat; take dropout"),
-        ("no networks", "build returned a NoneType, expected an Objective with an encoder"),
+        SLOW("no networks", "build returned a NoneType, expected an Objective with an encoder"),
         SLOW("no encoder", "build returned a JEPA without one, expected an Objective with an encoder"),
     ],
 )
@@ -272,6 +272,7 @@ def test_an_objective_of_ones_own_learns_and_is_judged_by_its_own_baseline(run):
     assert final(run)["model"]["centre"].abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_an_objective_of_ones_own_resumes_bit_for_bit(store, tmp_path, monkeypatch):
     whole = quick_pretrain(config(), store, tmp_path / "whole", echo=quiet, objective=DINOConfig(prototypes=16))
     killed_at(11, monkeypatch, forward, "make_inputs")
@@ -323,6 +324,7 @@ def test_the_name_of_a_built_in_objective_is_taken():
         config().with_objective(Heir())
 
 
+@pytest.mark.slow
 def test_a_run_with_an_own_objective_is_embedded_and_reported_without_code(run, store, tmp_path):
     """Only training needs the objective: its encoder is a VisionTransformer3D like any other."""
     encoder = octfm.load_encoder(run)
@@ -486,7 +488,7 @@ def test_what_is_no_reader_is_named_before_any_file_is_read(tmp_path, wrong, wor
             read(tmp_path, readers=wrong)
 
 
-@pytest.mark.parametrize("workers", [0, 1], ids=["here", "in a child"])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["here", "in a child"])
 def test_a_format_of_ones_own_is_scanned_and_prepared_volume_by_volume(tmp_path, workers):
     eyes = {f"P{n}": write_pairs(tmp_path / f"P{n}.pairs", n) for n in range(3)}
     whole = (tmp_path / "P2.pairs").read_bytes()

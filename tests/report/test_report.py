@@ -484,6 +484,7 @@ def test_F13_token_map_has_the_orientation_of_the_volume(laterality):
     assert enface[: h // 2 - 2, :, 1].mean() > 200 > 60 > enface[h // 2 + 2 :, :, 1].mean()
 
 
+@pytest.mark.slow
 def test_report_never_imports_torch(tmp_path):
     run = write_run(tmp_path)
     code = "import sys; from pathlib import Path; from octfm.report.html import figures, write_report; "

@@ -158,6 +158,7 @@ def test_F12_the_probe_chooses_and_says_when_the_loss_disagrees():
     assert "do not trust any" in checkpoint_advice(probe_rows(0.4, 0.45, metric="balanced_accuracy", chance=0.5))
 
 
+@pytest.mark.slow
 def test_report_plots_the_probe_against_the_loss_and_names_the_checkpoint(tmp_path, remembered_charts):
     run = write_run(tmp_path, probe=False, figures=False)
     plain = write_report(run, tmp_path / "plain.html").read_text()

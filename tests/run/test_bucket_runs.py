@@ -136,6 +136,7 @@ def test_a_file_of_a_tracker_that_vanishes_holds_nothing_up(place, store, monkey
     assert "checkpoints/step-00000001.pt" in found and "run.lease" not in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_copies_of_a_growing_run_that_nobody_reads_any_more_leave_the_disk(place, store):
     """Each probe of a run in progress left two checkpoints in the cache for good, beyond its limit."""
@@ -177,6 +178,7 @@ def test_a_rollback_that_a_kill_kept_from_the_bucket_is_sent_by_the_next_start(p
     assert final(local_run(place / "run"))["state"]["offset"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=SLOW)], indirect=True)
 def test_a_run_in_a_bucket_is_probed_and_watched_from_another_machine(place, store, tmp_path, monkeypatch):
     """What is added to the run later counts, too: nothing is looked up in an old copy."""
@@ -205,6 +207,7 @@ def test_a_run_in_a_bucket_is_probed_and_watched_from_another_machine(place, sto
     assert isinstance(told.exception, EvaluationError) and "expected a run folder" in str(told.exception)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_a_run_whose_last_checkpoint_finds_no_room_on_its_way_to_the_bucket_sends_it_later(place, store, on_disk):
     outbox = mirror_of(place / "run") / ".outbox"

@@ -38,6 +38,7 @@ from octfm.run.runtime import start
 from octfm.run.tracking import Metrics, NoMetrics, TrackingConfig, read_metrics
 from octfm.tasks.finetune import FINE_TUNING
 from octfm.tasks.finetune_settings import FinetuneConfig
+from support.examples import examples
 from support.tiny_runs import config as tiny
 from support.tiny_runs import quick_pretrain, quiet, timeless
 
@@ -342,7 +343,7 @@ def bytes_of_a_checkpoint(tmp_path_factory):
     return checkpoint.write(tmp_path_factory.mktemp("c"), 5, content).read_bytes()
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.data())
 def test_a_damaged_checkpoint_is_never_taken_nor_a_traceback(tmp_path_factory, bytes_of_a_checkpoint, data):
     good = bytes_of_a_checkpoint

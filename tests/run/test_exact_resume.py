@@ -36,6 +36,7 @@ from octfm.run.folder import Identity, claim
 from octfm.run.loop import Interruption, Session
 from octfm.run.runtime import Runtime
 from octfm.run.tracking import Metrics, read_metrics
+from support.examples import examples
 from support.tiny_runs import (
     TINY,
     Killed,
@@ -401,6 +402,7 @@ def test_a_checkpoint_is_sound_if_it_is_one_and_nothing_was_wrong_shortly_before
     assert not sound(written["sound"])
 
 
+@pytest.mark.slow
 def test_retention_over_a_whole_run(store, tmp_path):
     settings = config(steps=12, ckpt_every_steps=1, keep_checkpoints=1, keep_every_steps=5, keep_every_epochs=1.5)
     run = quick_pretrain(settings, store, tmp_path / "run", echo=quiet)
@@ -600,7 +602,9 @@ def disk_full_from(step, monkeypatch):
     monkeypatch.setattr(checkpoint, "write", limited)
 
 
-@pytest.mark.parametrize("writer_is_fast", [False, True], ids=["", "told in the loop"])
+@pytest.mark.parametrize(
+    "writer_is_fast", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "told in the loop"]
+)
 def test_a_full_disk_leaves_the_last_checkpoint_and_training_goes_on(
     store, whole, tmp_path, monkeypatch, writer_is_fast
 ):
@@ -853,7 +857,7 @@ def test_metrics_wait_for_a_full_disk(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=examples(40))
 @hypothesis.given(
     st.lists(st.tuples(st.sampled_from(["train", "incident", "back"]), st.none() | st.integers(0, 300)), max_size=14)
 )

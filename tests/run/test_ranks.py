@@ -222,6 +222,7 @@ def test_a_nan_volume_on_one_rank_is_named_by_rank_0(ranks, store, tmp_path):
     assert incident["volumes"] == [store.rows[next(index for step, _, index in lines if step == 2)[0]].uri]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_four_inf_gradients_on_one_rank_take_all_back_together(ranks, store, tmp_path, parallel):
     out = tmp_path / "run"
@@ -357,6 +358,7 @@ def test_an_index_that_would_run_code_is_refused(whole, tmp_path):
     assert not trace.exists()
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_on_one_rank_halves_the_micro_batch_of_all(ranks, store, tmp_path):
     settings = SMALL | {"steps": 4, "data": {"global_batch_size": 4, "per_device_batch_size": 2}}
     assert codes(ranks(2, store.path, tmp_path / "run", settings, fault="memory", on=1)) == [0, 0]

@@ -196,5 +196,5 @@ def home(tmp_path_factory):
         yield
 
 
-Days.TestCase.settings = settings(max_examples=settings().max_examples // 5, stateful_step_count=8)
+Days.TestCase.settings = settings(max_examples=settings().max_examples // 8, stateful_step_count=8)
 test_run_over_days = Days.TestCase

@@ -15,6 +15,7 @@ from octfm.store.loader import DataConfig, Loader, accumulation, microbatches
 from octfm.store.order import Order
 from octfm.store.selection import evenly, select, to_evaluate
 from octfm.store.store import Store
+from support.examples import examples
 from support.small_store import edit_rows, small_store
 from support.store_samples import SCANNERS, write_store
 from support.waiting import planted_delay, wait_until
@@ -44,7 +45,7 @@ def test_a_batch_holds_the_volumes_it_names(store):
         assert batch.acquisition == tuple(store.rows[i].acquisition for i in batch.index)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 2**31), prefetch=st.integers(0, 4), steps=st.lists(st.integers(0, 30), max_size=6))
 def test_a_step_gives_the_same_batch_however_it_is_reached(store, seed, prefetch, steps):
     """Read ahead or not, resumed, repeated, rolled back: the step alone decides."""
@@ -188,7 +189,7 @@ def test_waiting_is_measured_and_reading_ahead_hides_it(store):
         assert loader.batches(1).wait_s < 0.1
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     held=st.lists(st.sampled_from(["batch", "slice", "tensor", "nothing"]), min_size=6, max_size=20),
     prefetch=st.integers(0, 3),
@@ -432,6 +433,7 @@ def batch_of(loader_and_step) -> tuple[list[int], int]:
         return batch.index.tolist(), int(batch.voxels.sum())
 
 
+@pytest.mark.slow
 def test_a_store_travels_to_spawned_workers(store):
     """Workers of the spawn start method get the store as its path and read the batches that this process reads."""
     import multiprocessing

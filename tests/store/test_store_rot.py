@@ -25,12 +25,13 @@ from octfm.store.writer import StoreWriter, stage
 from octfm.volume.preprocessing import Preprocessing
 from support import FIXTURES
 from support.command_line import invoke
+from support.examples import examples
 from support.store_samples import SMALL, acquisition, catalog, prepared, read_sample, write_store
 
 OLD = FIXTURES / "store_v1"
 """Written before shards carried checksums of their data."""
 KINDS = ("none", "zstd", "old")
-MANY = settings(max_examples=25)
+MANY = settings(max_examples=examples(25))
 
 
 @pytest.fixture(scope="module")

@@ -184,7 +184,7 @@ def test_the_encoder_stands_still_while_the_head_learns(run, store, labels, tmp_
     assert all(row["lr_head"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_resumed_run_equals_an_uninterrupted_one(run, store, labels, tmp_path, monkeypatch, frozen):
     changes = {"lr_encoder": 0} if frozen else {}
     whole = finetune(settings(run, store, labels, **changes), tmp_path / "whole", echo=quiet)

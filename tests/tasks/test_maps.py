@@ -232,7 +232,7 @@ def test_band_of_a_file_lies_around_its_retina(run, laterality):
         scene_of(replace(volume, layout="circle"), encoder=load_encoder(run))
 
 
-@pytest.mark.parametrize("laterality", ["R", "L"])
+@pytest.mark.parametrize("laterality", [pytest.param("R", marks=pytest.mark.slow), "L"])
 def test_a_star_is_viewed_as_the_raster_that_its_encoder_gets(run, laterality, tmp_path):
     """The page says so, and what the encoder makes of it lies on the retina that is shown."""
     eye = phantom_volume(5, size=(24, 128, 96), laterality=laterality)[0].superior_to_inferior()

@@ -76,7 +76,7 @@ def settings(run, made, **changes) -> SegmentConfig:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, pytest.param({"decoder": "light"}, marks=pytest.mark.slow), {"lr_encoder": 1e-3}],
+    [{}, *(pytest.param(changes, marks=pytest.mark.slow) for changes in ({"decoder": "light"}, {"lr_encoder": 1e-3}))],
     ids=["linear", "light", "finetuned"],
 )
 def test_surfaces_and_masks_are_found_on_unseen_participants(run, store, tmp_path, changes):
@@ -408,6 +408,7 @@ def test_the_command_trains_and_applies(run, store, tmp_path):
         assert "a run of octfm segment, which octfm segment FILE --apply RUN uses" in str(done.exception), done.output
 
 
+@pytest.mark.slow
 def test_the_example_of_the_guide_uses_a_training_and_trains_it_on(run, store, tmp_path, monkeypatch):
     segment(settings(run, store, steps=3), tmp_path / "runs" / "a_layers", baselines=False, echo=quiet)
     (tmp_path / "prepared").symlink_to(store[0].path)
@@ -565,6 +566,7 @@ def test_dicom_segments_and_heights_refer_to_the_file_they_came_from(tmp_path):
     np.testing.assert_allclose(values[0], surfaces["ilm"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_shows_its_head_and_its_segmentation(run, store, tmp_path, monkeypatch):
     """octfm finetune (a pooling probe), octfm segment, octfm embed --head --segment, octfm report: both are in the
     viewer."""

@@ -163,6 +163,7 @@ def test_a_task_with_other_settings_or_of_another_verb_is_refused(clinic, tmp_pa
         clinic.do(verb, tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", EITHER)
 def test_a_task_goes_on_where_its_store_lies_elsewhere(clinic, tmp_path, monkeypatch, verb):
     """On another disk or machine, as pretraining does; with other voxels it would be another run."""
@@ -291,7 +292,11 @@ def test_a_frozen_encoder_that_was_replaced_since_is_refused(clinic, tmp_path, v
 
 @pytest.mark.parametrize(
     ("verb", "changes"),
-    [("finetune", {}), ("finetune", {"from_scratch": True, "head_epochs": 0}), ("segment", {})],
+    [
+        ("finetune", {}),
+        pytest.param("finetune", {"from_scratch": True, "head_epochs": 0}, marks=pytest.mark.slow),
+        pytest.param("segment", {}, marks=pytest.mark.slow),
+    ],
     ids=["finetune", "from scratch", "segment"],
 )
 def test_another_run_at_the_place_of_a_learning_encoder_is_refused(clinic, tmp_path, verb, changes):
@@ -338,6 +343,7 @@ def test_numbers_of_which_validation_has_one_value_are_learned_and_written(clini
     assert result["validation_score"] is None and result["best_epoch"] == 1 + int(np.argmin(losses))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
 def test_two_readers_that_fetch_one_run_at_once_share_its_copy(place, clinic, tmp_path, monkeypatch):
     """Ranks on one machine read the same encoder from a bucket: the second must not delete what the first reads."""

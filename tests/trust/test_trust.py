@@ -529,6 +529,7 @@ def test_planted_copies_are_found_by_voxels_and_by_speckle(tmp_path):
     assert not part["exact"] and not part["near"] and part["highest_correlation"] < 0.2
 
 
+@pytest.mark.slow
 def test_scans_of_a_person_are_no_copies_under_two_ids_when_scanners_spell_the_id_differently(tmp_path):
     cohort = Cohort(30, TWO)
     tested = [i for i, r in enumerate(cohort.rows) if r["split"] == "test"]
@@ -543,6 +544,7 @@ def test_scans_of_a_person_are_no_copies_under_two_ids_when_scanners_spell_the_i
 GOOD = "def mine():\n    return lambda voxels: voxels.reshape(len(voxels), -1)[:, ::997].astype(float)\n"
 
 
+@pytest.mark.slow
 def test_smooth_scans_of_strangers_on_one_scanner_are_no_copies(tmp_path):
     """Some eyes on one of three scanners share fine detail by chance: the threshold is that of their scanner, not of
     everybody's."""
@@ -801,6 +803,7 @@ def test_the_command_takes_what_is_there_again_and_refuses_bad_options(judged):
         assert done.exit_code != 0 and message in str(done.exception)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_compared_is_named_before_anything_is_embedded(judged, tmp_path):
     _, store, _, run = judged
     model = {"patch_size": [2, 8, 8], "width": 24, "depth": 1, "heads": 2, "summary": 2}

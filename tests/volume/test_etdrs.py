@@ -15,6 +15,7 @@ from octfm.phantom.render import en_face_positions
 from octfm.phantom.scanner import SCANNERS, acquire
 from octfm.volume.etdrs import ZONES, EtdrsGrid, field_of, find_pits, measure_around, measure_grid
 from octfm.volume.volume import Lines
+from support.examples import examples
 
 FOVEA = (0.15, -0.2)
 
@@ -57,7 +58,7 @@ def expected() -> dict[str, float]:
     return found
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     angle=st.floats(-np.pi, np.pi),
     count=st.integers(61, 128),
@@ -115,7 +116,7 @@ def test_a_zone_covered_by_less_than_nine_tenths_stays_blank():
     assert all((um is None) == (grid.coverage[zone] < 0.9) for zone, um in grid.mean_um.items())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(first=st.integers(0, 48), many=st.integers(1, 12))
 def test_a_gap_of_bscans_changes_nothing_or_blanks_the_zones_that_it_crosses(first, many):
     """49 B-scans over 7 mm: a single one is bridged; a wider gap leaves what it does not touch as it was."""

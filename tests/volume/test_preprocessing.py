@@ -24,6 +24,7 @@ from octfm.volume.tissue import Tissue, find_tissue
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Lines, Volume
 from support.bscan_set import layered
+from support.examples import examples
 from support.points import points_to_native, points_to_prepared
 
 
@@ -61,7 +62,7 @@ def exactly(volume: Volume, **more) -> Preprocessing:
 # Geometry
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     laterality=st.sampled_from(["R", "L", None]),
     superior_first=st.sampled_from([True, False, None]),
@@ -103,7 +104,7 @@ transforms = st.builds(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(transform=transforms, seed=st.integers(0, 1000))
 def test_points_and_flat_surfaces_survive_the_round_trip(transform, seed):
     points = np.random.default_rng(seed).uniform(-10, 50, (20, 3))
@@ -236,7 +237,7 @@ class Found:
         return self.tissue
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_the_grid_lies_around_the_fovea_and_the_retina_as_far_as_the_scan_reaches(data):
     """On each axis the grid lies inside the scan, or the scan inside the grid, and off its centre only for that."""

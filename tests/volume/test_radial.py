@@ -28,6 +28,7 @@ from octfm.volume.tissue import find_tissue
 from octfm.volume.volume import Lines, Volume
 from support.command_line import invoke
 from support.dicom_files import write_oct_dicom
+from support.examples import examples
 from support.small_store import edit_rows, small_store
 from support.stars import RADIUS_MM, lines_of, scanned, write_star
 from support.vendor_files import write_vol
@@ -135,7 +136,7 @@ def test_a_catalog_of_before_there_were_layouts_is_still_read(eye, tmp_path):
 # ----------------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     turn=st.floats(-4, 4),
     seed=st.integers(0, 99),
@@ -201,6 +202,7 @@ def test_a_star_that_no_raster_can_be_made_of_is_left_out_with_a_reason(eye, tmp
     assert read_volume(path, raster_only=False).layout == "radial", "to look at it is another matter"
 
 
+@pytest.mark.slow
 def test_sixteen_bits_stay_sixteen_bits(eye):
     star = scanned(eye, lines_of(12))
     deep = replace(star, voxels=star.voxels.astype(np.uint16) * 257)

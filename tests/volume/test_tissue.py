@@ -279,6 +279,7 @@ def test_fovea_is_found_or_not_claimed():
         assert noise.fovea is None or not noise.confident
 
 
+@pytest.mark.slow
 def test_real_amd_volume(real_data: Path):
     """Expert RPE (255) and BM (127, 170 where they overlap) on every B-scan of a Spectralis volume with drusen."""
     with np.load(real_data / "medvisbonn_amd_spectralis_145.npz") as file:

@@ -109,9 +109,10 @@ def each(
 
 
 def release(keep: int = 0) -> None:
-    """Kill idle children, all but `keep` of them."""
+    """Kill idle children, all but the `keep` that were used last."""
     with _lock:
-        idle, _idle[:] = _idle[keep:], _idle[:keep]
+        idle = _idle[: max(len(_idle) - keep, 0)]
+        del _idle[: len(idle)]
     for child in idle:
         child.kill()
 
