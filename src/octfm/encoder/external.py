@@ -31,7 +31,7 @@ from octfm.store.store import Store
 
 Embed = Callable[[np.ndarray], np.ndarray]
 _ANY = (Exception, SystemExit)
-"""What a user's code may raise. With SystemExit, as of a script written to be run, octfm would end as if it was done."""
+"""What a user's code may raise. With SystemExit, as of a script written to be run, octfm would end as if done."""
 
 
 def load_external(spec: str) -> tuple[str, Embed]:
