@@ -185,16 +185,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; empty for an empty file. Raises ConfigError for anything else."""
     if (size := path.stat().st_size) > MAX_BYTES:
         raise ConfigError(f"{path}: expected a YAML file of settings, of at most {MAX_BYTES:,} bytes, got {size:,}")
+    return parse_yaml(path.read_bytes(), str(path))
+
+
+def parse_yaml(content: bytes, where: str) -> dict[str, Any]:
+    """The mapping in the content of a YAML file; empty for an empty file. Raises ConfigError, which names `where`."""
     try:
-        values = _parse(path.read_text(encoding="utf-8"))
+        values = _parse(content.decode("utf-8"))
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: expected a YAML text file in UTF-8, got other bytes") from None
+        raise ConfigError(f"{where}: expected a YAML text file in UTF-8, got other bytes") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {mask(_problem(error))}") from None
+        raise ConfigError(f"{where}: not valid YAML: {mask(_problem(error))}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected a mapping of settings, got {type(values).__name__}")
+        raise ConfigError(f"{where}: expected a mapping of settings, got {type(values).__name__}")
     return values
 
 

@@ -109,6 +109,11 @@ WRONG = {
     "no scan in a folder": (["segment", "."], ".: no scan in it; check the path, or run octfm scan, which lists"),
     "no table": (["agree", "nowhere.csv"], "nowhere.csv: no such file or folder; check the path"),
     "a store to segment": (["segment", "{store}"], "a prepared store; expected scans"),
+    "a page in place of the scan": (
+        ["view", "{store}/store.json", "--out", "{store}/store.json"],
+        "store.json: is there already and is no HTML page; choose another name for --out",
+    ),
+    "a page in place of settings": (["report", "runs/a", "--out", "{store}/store.json"], "is no HTML page"),
     "a file for a folder": (["scan", "{store}", "--out", "{store}/store.json"], "store.json: expected a folder, got"),
     "a word for a number": (
         ["doctor", "vit_s", "model.depth=six"],

@@ -19,7 +19,7 @@ import octfm
 from octfm.catalog.acquisition import Reject
 from octfm.catalog.catalog import Catalog
 from octfm.display import interval
-from octfm.errors import EvaluationError
+from octfm.errors import EvaluationError, OctfmError
 from octfm.evaluation.scoring import HEADLINE, PLANNED
 from octfm.report.card.model_card import model_card
 from octfm.report.card.paper import methods, shareable_run
@@ -384,13 +384,15 @@ def test_not_a_run_folder_is_one_clear_error_and_nothing_is_written(tmp_path):
         ("run.json", "{", r"run\.json: not valid JSON"),
         ("probe.json", "[" * 100_000, r"probe\.json: not valid JSON"),
         ("probe.json", "{}", r"probe\.json: expected an object with results and comparisons"),
+        ("config.yaml", "<title>page: run: a</title>", r"config\.yaml: not valid YAML: line 1"),
+        ("config.yaml", "steps", r"config\.yaml: expected a mapping of settings"),
         ("figures/scenes.npz", "junk", r"scenes\.npz: damaged"),
     ],
 )
 def test_a_damaged_part_of_a_run_is_named(tmp_path, name, content, message):
     run = write_run(tmp_path)
     (run / name).write_text(content)
-    with pytest.raises(EvaluationError, match=message):
+    with pytest.raises(OctfmError, match=message):
         write_report(run, tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
 

@@ -580,6 +580,8 @@ def test_an_encoder_of_ones_own_is_ten_lines_and_its_mistakes_are_named(tmp_path
         "return lambda v: v.mean(1)": r"expected vectors \[8, .*got \[8, 64, 32\]",
         "return lambda v: v.reshape(len(v), -1) * float('nan')": "expected finite vectors, got NaN",
         "return lambda v: v.no_such": "failed on voxels",
+        "raise SystemExit(0)": r"mine\(\) failed: SystemExit: 0",
+        "return lambda v: exit(0)": r"failed on voxels .*SystemExit: 0",
     }
     for body, message in cases.items():
         (tmp_path / "own.py").write_text(f"def mine():\n    {body}\n")
@@ -587,6 +589,15 @@ def test_an_encoder_of_ones_own_is_ten_lines_and_its_mistakes_are_named(tmp_path
             embed_external(spec, store, data, load_external(spec))
     with pytest.raises(EvaluationError, match="has no function yours; functions there: mine"):
         load_external(f"{tmp_path}/own.py:yours")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit()\n")
+    (tmp_path / "settings.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n\n"
+        "@dataclass\nclass Settings:\n    width: int = 4\n\n\n"
+        "def mine():\n    return lambda v: v.reshape(len(v), -1)[:, : Settings().width]\n"
+    )
+    with pytest.raises(EvaluationError, match=r"script.py failed: SystemExit"):
+        load_external(f"{tmp_path}/script.py:mine")
+    assert load_external(f"{tmp_path}/settings.py:mine")[1](np.ones((1, 3, 2))).shape == (1, 4)
     for spec, message in {
         "own.py": "expected FILE.py:FUNCTION",
         "none.py:f": "no such file",

@@ -206,7 +206,7 @@ def agree(
             "participant and laterality; default: the device's columns of that table.",
         ),
     ] = None,
-    out: Annotated[Path, opt.local_option("FILE", "HTML file.")] = Path("agree.html"),
+    out: Annotated[Path, opt.page_option("HTML file.")] = Path("agree.html"),
 ) -> None:
     """Compare octfm segment with the device over many eyes: Bland-Altman plots, bias and limits of every ETDRS zone.
 

@@ -150,6 +150,21 @@ def local_option(metavar: str, about: str, *names: str) -> Any:
     return option(metavar, about, *names, parser=local_path)
 
 
+def page_option(about: str, *names: str, parser: Callable[[Any], Any] = local_path) -> Any:
+    """An option for the HTML page that a verb writes; refuses a file that is no page, such as the scan to be shown."""
+
+    def parse(text: Any) -> Any:
+        found = parser(text)
+        if isinstance(found, Path) and found.is_file():
+            with found.open("rb") as file:
+                begins = file.read(64).lstrip().lower()
+            if begins and not begins.startswith(b"<!doctype html"):
+                raise ConfigError(f"{found}: is there already and is no HTML page; choose another name for --out")
+        return found
+
+    return option("FILE", about, *names, parser=parse)
+
+
 def local_argument(metavar: str, about: str) -> Any:
     """An argument for a path on disk; see local_option."""
     return argument(metavar, about, parser=local_path)

@@ -26,7 +26,7 @@ def report(
     catalog: CatalogOption = None,
     store: StoreOption = None,
     out: Annotated[
-        opt.Place, opt.option("FILE", "HTML file, also in a bucket; default: RUN/report.html.", parser=opt.place)
+        opt.Place, opt.page_option("HTML file, also in a bucket; default: RUN/report.html.", parser=opt.place)
     ] = None,
     images: Annotated[
         bool,
@@ -54,7 +54,7 @@ def compare(
     ] = None,
     target: opt.Targets = None,
     order: opt.Order = None,
-    out: Annotated[Path, opt.local_option("FILE", "HTML file.")] = Path("compare.html"),
+    out: Annotated[Path, opt.page_option("HTML file.")] = Path("compare.html"),
     pairs: Annotated[
         bool, opt.flag("Probe all runs again, on identical participants and resamples, for paired intervals.")
     ] = True,
@@ -108,7 +108,7 @@ def view(
     ] = None,
     out: Annotated[
         Path | None,
-        opt.local_option("FILE", "HTML file; default: the file's name with .html, in the current folder.", "--out"),
+        opt.page_option("HTML file; default: the file's name with .html, in the current folder.", "--out"),
     ] = None,
     run: Annotated[
         Path | None,

@@ -13,6 +13,7 @@ is an example for 2-D networks.
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from octfm.io.location import local_path
 from octfm.store.store import Store
 
 Embed = Callable[[np.ndarray], np.ndarray]
+_ANY = (Exception, SystemExit)
+"""What a user's code may raise. With SystemExit, as of a script written to be run, octfm would end as if done."""
 
 
 def load_external(spec: str) -> tuple[str, Embed]:
@@ -48,7 +51,7 @@ def load_external(spec: str) -> tuple[str, Embed]:
         raise EvaluationError(f"--external {spec}: {where} has no function {function}; functions there: {known}")
     try:
         embed: Any = make()
-    except Exception as error:  # the user's code may raise anything; report it
+    except _ANY as error:
         raise EvaluationError(f"--external {spec}: {function}() failed: {type(error).__name__}: {error}") from error
     if not callable(embed):
         raise EvaluationError(
@@ -69,7 +72,7 @@ def embed_external(spec: str, store: Store, data: Embeddings, loaded: tuple[str,
     def guarded(voxels: np.ndarray) -> np.ndarray:
         try:
             return as_array(embed(voxels))
-        except Exception as error:  # as above
+        except _ANY as error:
             raise EvaluationError(
                 f"--external {spec}: failed on voxels {voxels.shape}: {type(error).__name__}: {error}"
             ) from error
@@ -82,12 +85,13 @@ def embed_external(spec: str, store: Store, data: Embeddings, loaded: tuple[str,
 def _from_file(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
         raise EvaluationError(f"--external {spec}: no such file {path}")
-    described = importlib.util.spec_from_file_location(path.stem, path)
+    described = importlib.util.spec_from_file_location(f"octfm_external_{path.stem}", path)
     assert described is not None and described.loader is not None
     module = importlib.util.module_from_spec(described)
+    sys.modules[described.name] = module  # where dataclasses look up their annotations
     try:
         described.loader.exec_module(module)
-    except Exception as error:  # as above
+    except _ANY as error:
         raise EvaluationError(f"--external {spec}: {path} failed: {type(error).__name__}: {error}") from error
     return module
 
@@ -95,7 +99,7 @@ def _from_file(path: Path, spec: str) -> ModuleType:
 def _by_name(name: str, spec: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # as above
+    except _ANY as error:
         raise EvaluationError(
             f"--external {spec}: cannot import {name} ({type(error).__name__}: {error}); "
             "install it, or give FILE.py:FUNCTION"

@@ -12,6 +12,7 @@ import yaml
 from octfm.catalog.acquisition import Acquisition
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.participants.ids import under_one_id
+from octfm.config import parse_yaml
 from octfm.errors import EvaluationError
 from octfm.io.location import Location, from_json
 from octfm.run.checkpoint_files import before_newest
@@ -96,7 +97,8 @@ def require_pretraining(run: Location) -> None:
 
 
 def gather(run: Path, catalog: str | Location | None = None, store: str | Location | None = None) -> Sources:
-    """Read a run folder. Raises EvaluationError if it is not one; a given catalog or store must be readable."""
+    """Read a run folder. Raises EvaluationError, or ConfigError for its settings, if it is not one; a given catalog or
+    store must be readable."""
     require_pretraining(run)
     rows = metric_rows(run)
     config = run / "config.yaml"
@@ -111,7 +113,7 @@ def gather(run: Path, catalog: str | Location | None = None, store: str | Locati
     return Sources(
         run=run,
         record=_record(run / "run.json"),
-        config=config.read_text("utf-8") if config.is_file() else None,
+        config=_config(config) if config.is_file() else None,
         train=[row for row in rows if row.get("kind") == "train"],
         validation=[row for row in rows if row.get("kind") == "validation"],
         health=[row for row in rows if row.get("kind") in ("health", "incident", "checkpoint", "bucket")],
@@ -172,6 +174,13 @@ def _outdated(probe: dict[str, Any] | None, run: Path) -> str:
     if (names := before_newest(embeddings[0].get("encoder", ""), run)) is None:
         return ""
     return f"The probe is of {names[0]}, and the run's newest checkpoint is {names[1]}: embed and probe it again."
+
+
+def _config(path: Path) -> str:
+    """config.yaml as written. Raises ConfigError if it holds no settings."""
+    content = path.read_bytes()
+    parse_yaml(content, str(path))
+    return content.decode("utf-8")
 
 
 def _record(path: Path) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octfm.config import parse_yaml
 from octfm.display import duration
-from octfm.errors import one_line
+from octfm.errors import ConfigError, one_line, shown
 from octfm.io import bucket_cache
 from octfm.io.location import BucketPath, Location, location
 from octfm.report.sources import number, require_pretraining, series
@@ -71,10 +72,12 @@ def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, cons
 
 
 def planned_steps(run: Location) -> int:
-    """Length of the run, from its config.yaml."""
-    import yaml
-
-    return int(yaml.safe_load((run / "config.yaml").read_text("utf-8"))["steps"])
+    """Length of the run, from its config.yaml. Raises ConfigError if that is damaged."""
+    file = run / "config.yaml"
+    steps = parse_yaml(file.read_bytes(), str(file)).get("steps")
+    if not isinstance(steps, int):
+        raise ConfigError(f"{file}: expected steps, a whole number, got {shown(steps)}; restore the file from a copy")
+    return steps
 
 
 def last_step(rows: list[dict[str, Any]]) -> int:
