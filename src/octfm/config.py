@@ -182,14 +182,15 @@ def dump(config: Config) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; empty for an empty file. Raises ConfigError for anything else."""
+    """The mapping in a YAML file. Raises ConfigError for anything else."""
     if (size := path.stat().st_size) > MAX_BYTES:
         raise ConfigError(f"{path}: expected a YAML file of settings, of at most {MAX_BYTES:,} bytes, got {size:,}")
     return parse_yaml(path.read_bytes(), str(path))
 
 
 def parse_yaml(content: bytes, where: str) -> dict[str, Any]:
-    """The mapping in the content of a YAML file; empty for an empty file. Raises ConfigError, which names `where`."""
+    """The mapping in the content of a YAML file. Raises ConfigError, which names `where`, for anything else, an empty
+    file among it: an editor may have emptied it a moment ago to write it again."""
     try:
         values = _parse(content.decode("utf-8"))
     except UnicodeDecodeError:
@@ -197,7 +198,7 @@ def parse_yaml(content: bytes, where: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {mask(_problem(error))}") from None
     if values is None:
-        return {}
+        raise ConfigError(f"{where}: holds no settings; write some and save it again")
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected a mapping of settings, got {type(values).__name__}")
     return values

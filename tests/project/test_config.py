@@ -99,6 +99,7 @@ def test_scientific_notation_is_a_number(yaml_file):
             "objective: {name: data2vec, target_norm: whiten}",
             r"objective\.target_norm belongs to objective\.name vjepa2, not data2vec; set it to layer",
         ),
+        ("# all of it is a comment", "holds no settings; write some and save it again"),
         ("- a list", "expected a mapping of settings, got list"),
         ("a: [", "not valid YAML"),
         (
