@@ -29,6 +29,8 @@ its heap, 1.02. On an H200 torch's took .78 (float32) and .85 (bfloat16) of what
 GRAPHS = 0.6
 """Memory of the CUDA graphs of compiled passes over that of uncompiled ones, which inspected steps need as well: on an
 H200 2.5 and 4.2 GB (ViT-S, 8 volumes of 3,072 tokens)."""
+FEW_TOKENS = 1024
+"""Tokens with which a CPU's rate is measured, unless one volume has more: larger batches are hardly faster there."""
 
 
 @dataclass(frozen=True)
@@ -209,9 +211,9 @@ class _Ledger(TorchDispatchMode):
 def step_seconds(cost: Cost, runtime: Runtime, config: PretrainConfig, preprocessing: Preprocessing) -> float:
     """Forecast of one step on this device; measuring its rates takes a tenth of a second, on CPUs of large models more.
 
-    On a CPU: the rate at which a network of one block with the run's own widths and number of tokens goes forward and
-    backward, elementwise work included. Elsewhere: products, memory traffic (each written byte was also read twice) and
-    launches, one after the other."""
+    On a CPU: from the rate at which a network of one block with the run's own widths and number of tokens goes forward
+    and backward, elementwise work included. Elsewhere: products, memory traffic (each written byte was also read twice)
+    and launches, one after the other."""
     if runtime.device.type == "cpu":
         return cost.flops / block_flops_per_s(runtime, config, preprocessing)
     block = torch.zeros(4_000_000, device=runtime.device)
@@ -241,11 +243,12 @@ def block_flops_per_s(runtime: Runtime, config: PretrainConfig, preprocessing: P
     tokens, model = config.masks.counts(grid.shape)[1], config.model.model_copy(update={"depth": 1, "summary": 0})
     with torch.random.fork_rng(devices=[]):
         network = VisionTransformer3D(model, grid)
-    patches = torch.zeros(1, tokens, prod(model.patch_size))
-    index = torch.arange(tokens).unsqueeze(0)
+    volumes = min(config.data.per_device_batch_size, max(1, FEW_TOKENS // tokens))
+    patches = torch.zeros(volumes, tokens, prod(model.patch_size))
+    index = torch.arange(tokens).expand(volumes, -1)
     weights = sum(p.numel() for p in network.parameters() if p.ndim == 2)
     # Attention's two products, and five in its backward pass.
-    flops = 6 * tokens * weights + 7 * 2 * tokens**2 * model.width
+    flops = volumes * (6 * tokens * weights + 7 * 2 * tokens**2 * model.width)
 
     def forward_and_backward() -> torch.Tensor:
         with runtime.autocast():
