@@ -153,6 +153,7 @@ def local_option(metavar: str, about: str, *names: str) -> Any:
 def page_option(about: str, *names: str, parser: Callable[[Any], Any] = local_path) -> Any:
     """An option for the HTML page that a verb writes; refuses a file that is no page, such as the scan to be shown."""
 
+    @functools.wraps(parser)
     def parse(text: Any) -> Any:
         found = parser(text)
         if isinstance(found, Path) and found.is_file():
