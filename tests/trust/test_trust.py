@@ -579,6 +579,8 @@ def test_an_encoder_of_ones_own_is_ten_lines_and_its_mistakes_are_named(tmp_path
         "return lambda v: v[0].mean()": r"expected vectors \[8, .*got \[\]",
         "return lambda v: v.mean(1)": r"expected vectors \[8, .*got \[8, 64, 32\]",
         "return lambda v: v.reshape(len(v), -1) * float('nan')": "expected finite vectors, got NaN",
+        "return lambda v: v.reshape(len(v), -1) * 1j": "expected real numbers, got complex128",
+        "import torch; return lambda v: torch.ones(len(v), 2) * 1j": "expected real numbers, got complex64",
         "return lambda v: v.no_such": "failed on voxels",
         "raise SystemExit(0)": r"mine\(\) failed: SystemExit: 0",
         "return lambda v: exit(0)": r"failed on voxels .*SystemExit: 0",
