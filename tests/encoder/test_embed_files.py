@@ -300,6 +300,9 @@ def test_other_weights_and_other_precision_are_refused(run, clinic, tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(EvaluationError, match="not an embedding job"):
         embed_files(run, clinic, tmp_path / "mine", workers=0, echo=quiet)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"], (
+        "nothing is left in a refused folder"
+    )
     with pytest.raises(EvaluationError, match="none of 1 volumes could be embedded, 1 with unsupported_pixels"):
         one = scan(clinic, workers=0)
         one = replace(one, acquisitions=tuple(a for a in one.acquisitions if a.participant == "Q99"))

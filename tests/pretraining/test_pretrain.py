@@ -182,13 +182,14 @@ def test_F18_other_training_volumes_are_not_the_same_run(store, tmp_path):
     """Resuming on another split would train on test participants and then deny it."""
     import shutil
 
+    from octfm.run.folder import OtherVolumes
     from octfm.store.store import Store
 
     moved = shutil.copytree(store.path, tmp_path / "moved")
     quick_pretrain(config(steps=3), Store.open(moved), tmp_path / "run", echo=quiet)
     swap = {"train": "test", "test": "train"}
     edit_rows(moved, lambda row: {"split": swap.get(row.split, row.split)})
-    with pytest.raises(CheckpointError, match="training volumes of the store are not those it began on"):
+    with pytest.raises(OtherVolumes, match="training volumes of the store are not those it began on"):
         quick_pretrain(config(steps=3), Store.open(moved), tmp_path / "run", echo=quiet)
 
 

@@ -21,12 +21,13 @@ from octfm.evaluation.tissue_map import tissue_map
 from octfm.report.trust import page
 from octfm.report.trust import words as words
 from octfm.report.trust.page import summary_lines, write_trust
+from octfm.run.folder import OtherVolumes
 from octfm.trust import scanners as scanners_module
 from octfm.trust.calibration import _curve, calibration, calibration_line, wilson
 from octfm.trust.copies import copies
 from octfm.trust.failures import failures
 from octfm.trust.neighbours import chance_of, nearest_scans, neighbours, scanner_leakage
-from octfm.trust.report import _cohort, _what, baselines, claimed, trust
+from octfm.trust.report import _cohort, _from_scratch, _what, baselines, claimed, trust
 from octfm.trust.same_eye import same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import LEVEL, make_study
@@ -579,6 +580,8 @@ def test_an_encoder_of_ones_own_is_ten_lines_and_its_mistakes_are_named(tmp_path
         "return lambda v: v[0].mean()": r"expected vectors \[8, .*got \[\]",
         "return lambda v: v.mean(1)": r"expected vectors \[8, .*got \[8, 64, 32\]",
         "return lambda v: v.reshape(len(v), -1) * float('nan')": "expected finite vectors, got NaN",
+        "return lambda v: v.reshape(len(v), -1) * 1j": "expected real numbers, got complex128",
+        "import torch; return lambda v: torch.ones(len(v), 2) * 1j": "expected real numbers, got complex64",
         "return lambda v: v.no_such": "failed on voxels",
         "raise SystemExit(0)": r"mine\(\) failed: SystemExit: 0",
         "return lambda v: exit(0)": r"failed on voxels .*SystemExit: 0",
@@ -833,6 +836,16 @@ def test_a_run_that_cannot_be_compared_is_named_before_anything_is_embedded(judg
     with pytest.raises(EvaluationError, match=r"prepared with other settings than .*coarse.*target_spacing"):
         trust(run, [store.path], tmp_path / "out", targets=["disease"], others=[coarse], echo=quiet)
     assert not (tmp_path / "out").exists(), "nothing embedded, nothing written"
+
+
+def test_labels_corrected_after_training_from_scratch_name_the_folder_to_delete(study, tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise OtherVolumes("the training volumes are not those it began on; choose another --out (F18)")
+
+    monkeypatch.setattr("octfm.trust.report.finetune", refused)
+    study = replace(study, design="recommended_split")
+    with pytest.raises(EvaluationError, match=r"from_scratch/disease: .*delete this folder, and the same command"):
+        _from_scratch(study, {"encoder": "e", "store": "s", "epochs": 1}, {}, tmp_path / "from_scratch", False, quiet)
 
 
 def test_the_module_that_keeps_people_apart_is_the_one_that_is_used(study, monkeypatch):

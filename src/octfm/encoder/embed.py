@@ -192,8 +192,15 @@ def own_vectors(embed: Callable[[np.ndarray], np.ndarray], store: Store, rows: n
 
 
 def as_array(numbers: Any) -> np.ndarray:
-    """A float64 array of an array or a tensor, on any device, with or without a gradient."""
-    return np.asarray(numbers.detach().cpu().double() if isinstance(numbers, torch.Tensor) else numbers, np.float64)
+    """A float64 array of an array or a tensor, on any device, with or without a gradient. Raises TypeError for complex
+    numbers, whose imaginary parts NumPy would drop."""
+    if isinstance(numbers, torch.Tensor):
+        numbers = numbers.detach().cpu()
+        numbers = numbers if numbers.is_complex() else numbers.double()  # NumPy lacks bfloat16
+    array = np.asarray(numbers)
+    if np.iscomplexobj(array):
+        raise TypeError(f"expected real numbers, got {array.dtype}")
+    return np.asarray(array, np.float64)
 
 
 def histogram(arrays: Arrays) -> np.ndarray:

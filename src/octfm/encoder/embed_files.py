@@ -136,6 +136,7 @@ def embed_files(
         kinds += [_of_encoder("random_init", load(random_init=True))]
         kinds += [_Kind("histogram", HISTOGRAM_BINS, histogram, histogram_facts(encoder.fingerprint))]
     # `_claim` compares keys under the lock and before anything is written: a job never mixes vectors of two encoders.
+    _refuse_other_folder(out)
     with _exclusive(out):
         account = Account(out, source.root if isinstance(source, Catalog) else source)
         _claim(out, kinds)
@@ -175,6 +176,15 @@ def _of_encoder(name: str, encoder: Encoder) -> _Kind:
     return _Kind(name, encoder.vector_width, encoder.embed_arrays, encoder_facts(encoder) | {"name": name})
 
 
+def _refuse_other_folder(out: Location) -> None:
+    """Raise EvaluationError, before a lock is left there, if the folder holds anything but an embedding job."""
+    if (out / "job.json").exists() or not out.is_dir():
+        return
+    names = {path.name for path in out.iterdir()}  # another job may just have written its job.json
+    if "job.json" not in names and any(name != "job.lease" and not name.startswith(".") for name in names):
+        raise EvaluationError(f"{out}: not empty and not an embedding job; choose another --out")
+
+
 def _claim(out: Location, kinds: Sequence[_Kind]) -> None:
     """Begin or continue a job. Raises EvaluationError if its weights, Preprocessing or precision differ from before."""
     ours = {"format": FORMAT, "version": VERSION, "vectors": {kind.name: kind.facts["key"] for kind in kinds}}
@@ -182,8 +192,6 @@ def _claim(out: Location, kinds: Sequence[_Kind]) -> None:
         existing = from_json((out / "job.json").read_bytes())
         before = existing["vectors"] | {}
     except FileNotFoundError:
-        if any(path.name != "job.lease" and not path.name.startswith(".") for path in out.iterdir()):
-            raise EvaluationError(f"{out}: not empty and not an embedding job; choose another --out") from None
         write_whole(out / "job.json", (json.dumps(ours, indent=2) + "\n").encode())
         return
     except (ValueError, TypeError, KeyError):

@@ -33,6 +33,10 @@ MOST_IN_WORDS = 8
 """Changed settings up to which an error names their values."""
 
 
+class OtherVolumes(CheckpointError):
+    """A run folder whose training began on other volumes, splits or labels."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of training, and how its run folders differ from those of other kinds."""
@@ -433,7 +437,7 @@ def _require_same_volumes(run: RunFolder, identity: Identity) -> None:
     record = run.record
     # Runs that began before run.json named the counts are not asked for them.
     if record.get("data") != identity.data or record.get("counts", identity.counts) != identity.counts:
-        raise CheckpointError(
+        raise OtherVolumes(
             f"{run.path}: the training volumes of the store are not those it began on (some were added, removed, "
             "prepared again, split or labelled anew), so it would not be the same run and its list of participants "
             "would be wrong; choose another --out (F18)"

@@ -26,6 +26,7 @@ from octfm.evaluation.tissue_map import tissue_map_baseline
 from octfm.io.location import local_path
 from octfm.pretraining.resume import load_newest
 from octfm.pretraining.settings import stored_config
+from octfm.run.folder import OtherVolumes
 from octfm.store.selection import to_evaluate
 from octfm.store.store import Store
 from octfm.tasks.finetune import finetune
@@ -306,6 +307,11 @@ def _from_scratch(
         echo(f"training {task.name} from scratch: at most {epochs:g} epochs, chosen on validation participants")
         try:
             finetune(config, folder, allow_seen=allow_seen, echo=lambda line: None)
+        except OtherVolumes:
+            raise EvaluationError(
+                f"{folder}: this network was trained before volumes, splits or labels of {task.name} changed; delete "
+                "this folder, and the same command trains it again"
+            ) from None
         except EvaluationError as reason:
             echo(str(reason))
             notes.append(f"{task.name} was left out: {reason.public or 'octfm trust says why when it runs.'}")
