@@ -1,6 +1,7 @@
 """The loop: it learns, resumes bit for bit, logs what it should, and stops with a reason."""
 
 import json
+import os
 import pickle
 import signal
 from dataclasses import replace
@@ -236,6 +237,16 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
     (tmp_path / "x.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match="damaged or not a checkpoint"):
         checkpoint.load(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("kept", [0, 40, 300_000])
+def test_a_checkpoint_that_was_cut_off_lacks_its_end(tmp_path, kept):
+    torch.save({"weights": torch.zeros(100_000)}, path := tmp_path / "step-00000001.pt")
+    os.truncate(path, kept)
+    with pytest.raises(
+        CheckpointError, match=r"it lacks the end of a torch file\); delete it to continue from the one"
+    ):
+        checkpoint.load(path)
 
 
 def test_a_folder_that_is_not_a_run_is_never_overwritten(store, tmp_path):

@@ -33,6 +33,10 @@ def read_torch(path: Path, **options: Any) -> Any:
 
 def reason(error: BaseException) -> str:
     """Why a file is no torch file, in a few words. Not torch's own, which advise to load it with the code in it."""
+    # The second is torch's look for the end of a small file.
+    cut_off = "central directory" in str(error) or getattr(error, "errno", None) == errno.EINVAL
+    if cut_off or isinstance(error, EOFError):
+        return "it lacks the end of a torch file"
     text = (str(error).splitlines() or [""])[0][:160]
     if text.startswith("Weights only load failed") or "weights_only" in text:
         named = re.search(r"GLOBAL (\S+)", str(error))
