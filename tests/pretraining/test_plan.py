@@ -4,6 +4,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
+import torch
 
 from octfm.errors import StoreError
 from octfm.pretraining.preflight import data, resources
@@ -40,7 +41,8 @@ def made(hours: float, *candidates: Candidate) -> Plan:
 
 
 def test_the_command_it_proposes_fits_store_and_length(store, one_preset):
-    found = plan(store, "cpu")
+    with torch.no_grad():  # as in a notebook's cell
+        found = plan(store, "cpu")
     assert found.volumes == sum(row.split == "train" for row in store.rows) and found.participants == 8
     chosen = found.chosen
     assert chosen is not None and chosen.hours <= 24

@@ -9,19 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from octfm.config import load
 from octfm.display import duration
 from octfm.pretraining.preflight import cohort, data, examine, objective, resources
 from octfm.pretraining.preflight.check import passed
-from octfm.pretraining.preflight.cost import step_cost
+from octfm.pretraining.preflight.cost import block_flops_per_s, step_cost
 from octfm.pretraining.settings import PretrainConfig, load_config
 from octfm.run.runtime import Runtime, start
 from octfm.store.phantoms import PhantomConfig
 from octfm.store.selection import select
 from octfm.volume.preprocessing import Preprocessing
 from support.ranks import Ranks
-from support.tiny_runs import config, rows
+from support.tiny_runs import TINY, config, rows
 
 
 def sized(width: int, batch: int, micro: int, budget: int, depth: int = 4) -> dict:
@@ -109,6 +112,7 @@ def test_F7_memory_estimate_of_a_share_is_within_20_percent_of_a_real_rank(store
 
 
 @pytest.mark.slow
+@torch.no_grad()  # as in a notebook's cell
 def test_F7_the_doctor_tells_what_a_rank_would_need(store, monkeypatch):
     """Before a job of many ranks is queued, on one of its machines."""
     monkeypatch.setattr(objective, "overfit", lambda *_: passed("objective learns", "not asked here"))
@@ -181,8 +185,6 @@ def test_attention_costs_what_it_costs_by_every_kernel(monkeypatch):
 
 
 def test_estimating_leaves_no_trace_in_the_random_state(store):
-    import torch
-
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -190,6 +192,21 @@ def test_estimating_leaves_no_trace_in_the_random_state(store):
     step_cost(config(), store.preprocessing, 2, 2)
     resources.parameters(config(), store)
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("model", [{}, {"positions": "learned"}, {"activation_checkpointing": True}], ids=str)
+def test_the_timed_block_does_as_many_operations_as_are_said(store, monkeypatch, model):
+    """A forecast divides the step's operations, counted with what is computed twice, by the block's rate."""
+
+    def once_per_operation(work):
+        # torch counts no fused attention of CPUs.
+        with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+            work()
+        return 1 / counted.get_total_flops()
+
+    monkeypatch.setattr("octfm.pretraining.preflight.cost._rate", once_per_operation)
+    found = block_flops_per_s(start("fp32", "cpu"), config(model={**TINY["model"], **model}), store.preprocessing)
+    assert found == pytest.approx(1, rel=0.02)
 
 
 def test_F8_a_store_that_is_slower_than_the_device_is_named(store, monkeypatch):

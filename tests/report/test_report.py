@@ -697,6 +697,8 @@ def test_efficiency_plot_says_what_its_intervals_mean():
     assert ">guessing<" in chart.svg and ">untrained<" in chart.svg
     (bare,) = efficiency_plots([r | {"low": None, "high": None} for r in rows])
     assert "too few participants for intervals" in bare.caption and "95" not in bare.caption
+    upper, lower = efficiency_plots([r | {"target": name} for name in ("DR", "dr") for r in rows])
+    assert not set(re.findall(r' id="([^"]+)"', upper.svg)) & set(re.findall(r' id="([^"]+)"', lower.svg))
 
 
 def test_a_matplotlibrc_changes_no_chart():

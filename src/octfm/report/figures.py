@@ -82,7 +82,7 @@ def canvas(name: str, width: float, height: float) -> Iterator[tuple[Figure, Axe
 @contextmanager
 def panels(name: str, width: float, height: float, ratios: Sequence[float]) -> Iterator[tuple[Figure, list[Axes]]]:
     """As `canvas`, with one axes below the other for each of these relative heights."""
-    key = re.sub(r"\W+", "-", name.lower()).strip("-")
+    key = re.sub(r"\W+", "-", name).strip("-")
     # The salt makes ids in the SVG the same in every rendering.
     with drawing({**STYLE, "svg.hashsalt": key}):
         figure = Figure(figsize=(width, height), layout="constrained")

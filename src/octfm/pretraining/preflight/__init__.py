@@ -15,7 +15,7 @@ from octfm.pretraining.preflight import cohort, curves, data, objective, resourc
 from octfm.pretraining.preflight.check import Check, fail_with
 from octfm.pretraining.schedule import Schedule
 from octfm.pretraining.settings import PretrainConfig, in_steps
-from octfm.run.runtime import Runtime, start
+from octfm.run.runtime import Runtime, start, torch_defaults
 from octfm.store.loader import epoch_volumes
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
@@ -83,6 +83,7 @@ def checks(
     return found
 
 
+@torch_defaults()
 def examine(
     config: PretrainConfig, out: Location, device: str | None = None, plot: Path | None = None, ranks: int = 1
 ) -> list[Check]:

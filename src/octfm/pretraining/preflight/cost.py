@@ -105,7 +105,6 @@ def _fake_pass(
     floating-point operations, and what the objective returned."""
     # Imported here: it takes a second, and resumed runs and embedding never need it.
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
     grid = token_grid(preprocessing.image_size, config.model.patch_size)
     sets = [config.masks.heaviest] + ([config.masks.large] if config.masks.large is not None else [])
@@ -115,15 +114,8 @@ def _fake_pass(
             for parameter in (p for p in model.parameters() if p.requires_grad):
                 parameter.register_post_accumulate_grad_hook(_give_away)
         # Views of weights take no memory of their own. For one process they are counted all the same: only then does
-        # the estimate agree with its runs, so something else of that size must be missing (docs/log). torch counts the
-        # fused kernels of accelerators, not the CPU's.
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        fused = {
-            flash: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
-            backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape),
-        }
-        ledger = _Ledger(flop_registry | fused, model.parameters() if sharded else ())
+        # the estimate agree with its runs, so something else of that size must be missing (docs/log).
+        ledger = _Ledger(model.parameters() if sharded else ())
         with ledger:
             views = [
                 fake_view(config, preprocessing, micro_batch, *own.counts(grid))
@@ -166,16 +158,28 @@ def fake_view(
     return view_of(config, preprocessing, fake, voxels, labels, drawn, index)
 
 
+def _flops_by_operator() -> dict[Any, Callable[..., int]]:
+    """Floating-point operations from an operator's arguments and result. FlopCounterMode, which also counts by module,
+    would double the time; torch counts the fused kernels of accelerators, not the CPU's."""
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return flop_registry | {
+        flash: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
+        backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape),
+    }
+
+
 # Storages instead of tensors, because views share them.
 class _Ledger(TorchDispatchMode):
     """Counts operations, and live bytes: a storage is added when an operator first returns it and removed when its last
     tensor dies."""
 
-    def __init__(self, flops_of: dict[Any, Callable[..., int]], elsewhere: Iterable[torch.Tensor] = ()):
-        """`flops_of`: floating-point operations by operator, from its arguments and result; FlopCounterMode, which also
-        counts by module, would double the time. `elsewhere`: tensors that are counted by others."""
+    def __init__(self, elsewhere: Iterable[torch.Tensor] = ()):
+        """`elsewhere`: tensors that are counted by others."""
         super().__init__()
-        self._flops_of = flops_of
+        self._flops_of = _flops_by_operator()
         self.live = self.peak = self.total = self.kernels = self.flops = 0
         self._known: set[int] = {tensor.untyped_storage()._cdata for tensor in elsewhere}
 
@@ -246,9 +250,6 @@ def block_flops_per_s(runtime: Runtime, config: PretrainConfig, preprocessing: P
     volumes = min(config.data.per_device_batch_size, max(1, FEW_TOKENS // tokens))
     patches = torch.zeros(volumes, tokens, prod(model.patch_size))
     index = torch.arange(tokens).expand(volumes, -1)
-    weights = sum(p.numel() for p in network.parameters() if p.ndim == 2)
-    # Attention's two products, and five in its backward pass.
-    flops = volumes * (6 * tokens * weights + 7 * 2 * tokens**2 * model.width)
 
     def forward_and_backward() -> torch.Tensor:
         with runtime.autocast():
@@ -256,7 +257,10 @@ def block_flops_per_s(runtime: Runtime, config: PretrainConfig, preprocessing: P
         loss.backward()
         return loss
 
-    return flops * _rate(forward_and_backward)
+    # Counted as the step's are, with what checkpointing computes twice.
+    with _Ledger() as ledger:
+        forward_and_backward()
+    return ledger.flops * _rate(forward_and_backward)
 
 
 def _rate(work) -> float:

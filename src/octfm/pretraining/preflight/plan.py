@@ -16,7 +16,7 @@ from octfm.pretraining.preflight.cost import block_flops_per_s
 from octfm.pretraining.preflight.data import arithmetic, patches_tile
 from octfm.pretraining.preflight.resources import micro_batches, step_time
 from octfm.pretraining.settings import PretrainConfig, load_config
-from octfm.run.runtime import Precision, Runtime, start
+from octfm.run.runtime import Precision, Runtime, start, torch_defaults
 from octfm.store.selection import evenly
 from octfm.store.store import Store
 from octfm.weights.packaged import CURRENT_ENCODER
@@ -154,6 +154,7 @@ class Plan:
         ]
 
 
+@torch_defaults()
 def plan(store: Store, device: str | None = None, hours: float = 24.0) -> Plan:
     """Propose a run on the training volumes of `store` that takes at most `hours` on this device, in seconds. Time and
     memory are the doctor's estimates. Raises StoreError if the store has no training volumes."""
