@@ -38,6 +38,7 @@ SHORT = Limits(seconds=2)
         ("sleep", "decoder_timeout", "1 s"),
         ("spin", "decoder_timeout", "1 s"),
         ("swallow", "decoder_memory", "2 GB"),
+        ("answer at length", "decoder_memory", "2 GB"),
         ("swallow natively", "decoder_crashed", "SIGSEGV"),
     ],
 )

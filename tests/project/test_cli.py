@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -13,8 +14,9 @@ import typer
 import octfm
 from octfm import cli
 from octfm.cli.main import SPINS
-from octfm.cli.options import is_named_as_file
+from octfm.cli.options import is_named_as_file, page_option
 from octfm.encoder import embed_files
+from octfm.errors import ConfigError
 from octfm.io.location import write_whole
 from octfm.layers.table import only_writer
 from octfm.phantom import write
@@ -148,6 +150,25 @@ def test_a_mistake_is_one_line_and_exit_code_1(case, tmp_path, store):
 def test_a_mistake_ends_the_process_with_1(tmp_path):
     code, out, err = octfm_command("scan", "nowhere", cwd=tmp_path)
     assert (code, out) == (1, "") and err.startswith("octfm: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "replaced"),
+    [
+        (b"", True),
+        (b"<!doctype html>\n<html>", True),
+        (b"\xef\xbb\xbf<!DOCTYPE html>\r\n", True),
+        (b"<html><body>", True),
+        (b"\n" * 64 + b"\x80" * 64, False),
+        (b"<!-- a scan --><Heyex>", False),
+    ],
+    ids=["nothing", "page", "saved by an editor", "without doctype", "voxels of the value of a newline", "XML"],
+)
+def test_a_page_replaces_pages_only(content, replaced, tmp_path):
+    (page := tmp_path / "page.html").write_bytes(content)
+    refused = nullcontext() if replaced else pytest.raises(ConfigError, match="is no HTML page; choose another name")
+    with refused:
+        assert page_option("HTML file.").parser(str(page)) == page
 
 
 def test_wrong_usage_is_exit_code_2(tmp_path):

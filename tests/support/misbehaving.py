@@ -22,7 +22,7 @@ def children_in_a_worker() -> list:
     return run(misbehave, ["a", "crash", "b"])
 
 
-def misbehave(how: str) -> str | int:
+def misbehave(how: str) -> str | int | bytes:
     """End, hang or swallow memory as `how` says; any other word comes back in capitals."""
     if how == "crash":
         ctypes.string_at(0)
@@ -37,6 +37,8 @@ def misbehave(how: str) -> str | int:
             pass
     if how == "swallow":
         return len(bytearray(3 * 2**30))
+    if how == "answer at length":
+        return bytes(3 * 2**29)  # fits into the limit, and its pickle does not
     if how == "swallow natively":
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -158,8 +158,9 @@ def page_option(about: str, *names: str, parser: Callable[[Any], Any] = local_pa
         found = parser(text)
         if isinstance(found, Path) and found.is_file():
             with found.open("rb") as file:
-                begins = file.read(64).lstrip().lower()
-            if begins and not begins.startswith(b"<!doctype html"):
+                begins = file.read(64)
+            # Editors may put a byte order mark first.
+            if begins and not re.match(rb"(\xef\xbb\xbf)?\s*<(!doctype )?html", begins, re.IGNORECASE):
                 raise ConfigError(f"{found}: is there already and is no HTML page; choose another name for --out")
         return found
 

@@ -347,12 +347,15 @@ def _answer(replies: BinaryIO, error: BaseException | None, result: Any) -> bool
         if error is not None:
             pickle.loads(message)  # some exceptions can be pickled but not unpickled
     except Exception as problem:
+        if error is None and isinstance(problem, MemoryError):  # there is room for the result, but not for its pickle
+            return _answer(replies, problem, None)
         goes_on = False
         message = pickle.dumps(
             (RuntimeError(f"{type(error).__name__}: {error}" if error else f"cannot pickle a result: {problem}"), None)
         )
     try:
-        replies.write(_HEAD.pack(len(message)) + message)
+        replies.write(_HEAD.pack(len(message)))
+        replies.write(message)
         replies.flush()
     except BrokenPipeError:  # the parent was killed
         os._exit(0)
