@@ -9,9 +9,12 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from octfm.weights.packaged import CURRENT_ENCODER
 from support import ROOT
@@ -55,6 +58,18 @@ def test_every_dependency_is_explained_once():
     needed = {re.match(r"[\w.-]+", line)[0].lower() for line in project["dependencies"]}
     assert sorted(re.findall(r"^\| `([\w.-]+)` \|", core, re.M)) == sorted(needed)
     assert set(re.findall(r"^\| `([\w-]+)` \|", extras, re.M)) == set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("python", ["3.11.2", "3.12.3", "3.13.0"])
+def test_pinned_versions_take_the_pythons_of_linux_distributions(python):
+    """Debian 12 has 3.11.2: pip calls a pin that needs a later one a conflict, and names another package."""
+    pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
+    needs = {}
+    for pin in pins:
+        with suppress(PackageNotFoundError):
+            needs[pin] = metadata(pin).get("Requires-Python") or ""
+    assert len(needs) > 100
+    assert [pin for pin, range_ in needs.items() if not SpecifierSet(range_).contains(python)] == []
 
 
 @pytest.mark.slow
