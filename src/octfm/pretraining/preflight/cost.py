@@ -160,15 +160,19 @@ def fake_view(
 
 def _flops_by_operator() -> dict[Any, Callable[..., int]]:
     """Floating-point operations from an operator's arguments and result. FlopCounterMode, which also counts by module,
-    would double the time; torch counts the fused kernels of accelerators, not the CPU's."""
+    would double the time; torch counts neither the CPU's fused attention nor oneDNN's products."""
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return flop_registry | {
+    counts = {
+        **flop_registry,
         flash: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
         backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape),
     }
+    if (product := getattr(torch.ops.mkldnn, "_linear_pointwise", None)) is not None:  # octfm.models.products
+        counts[product] = lambda a, *_, out_val, **__: 2 * a.shape[-1] * out_val.numel()
+    return counts
 
 
 # Storages instead of tensors, because views share them.
