@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from octfm.encoder.encoder import load_encoder
 from octfm.errors import TrainingError
@@ -312,6 +313,31 @@ def test_an_index_is_read_whichever_python_wrote_it(module):
     """Python 3.13 has classes of paths elsewhere: no sharded checkpoint could be read there, and runs went back."""
     content = re.sub(rb"cpathlib[._a-z]*\n", f"c{module}\n".encode(), pickle.dumps(Path("__0_0.distcp"), protocol=2))
     assert shards._PlainUnpickler(io.BytesIO(content)).load() == Path("__0_0.distcp")
+
+
+class ByGetattr:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle a member of an Enum."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_an_index_of_python_3_11_2_is_read():
+    """Debian 12 has it: no sharded checkpoint could be read there, and runs went back."""
+    memory_format = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    index = pickle.dumps(ByGetattr(_MEM_FORMAT_ENCODING, memory_format.name))
+    assert shards._PlainUnpickler(io.BytesIO(index)).load() is memory_format
+    for arguments in [
+        (Metadata, "__init__"),
+        (_MEM_FORMAT_ENCODING, "mro"),
+        (_MEM_FORMAT_ENCODING, ["a"]),
+        ("", "join"),
+    ]:
+        with pytest.raises(pickle.UnpicklingError, match="does not belong into an index of tensors"):
+            shards._PlainUnpickler(io.BytesIO(pickle.dumps(ByGetattr(*arguments)))).load()
 
 
 DCP = "torch.distributed.checkpoint"

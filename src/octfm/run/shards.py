@@ -11,6 +11,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,8 @@ class _PlainUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.0 to 3.11.3 write members of an Enum
+            return _member
         if module == "pathlib._local":  # as Python 3.13 writes it
             module = "pathlib"
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -212,6 +215,12 @@ class _PlainUnpickler(pickle.Unpickler):
                 if isinstance(found, type) and found.__module__ == module:
                     return found
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index of tensors")
+
+
+def _member(of: Any, name: Any) -> Enum:
+    if not (isinstance(of, EnumMeta) and isinstance(name, str) and name in of.__members__):
+        raise pickle.UnpicklingError("getattr of anything but an Enum does not belong into an index of tensors")
+    return of.__members__[name]
 
 
 def _first(work: Callable[[], None], runtime: Runtime) -> None:
