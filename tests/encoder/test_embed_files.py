@@ -296,6 +296,7 @@ def test_other_weights_and_other_precision_are_refused(run, clinic, tmp_path):
         embed_files(run, clinic, out, baselines=True, workers=0, echo=quiet)
     with pytest.raises(EvaluationError, match="inside the folder to be embedded"):
         embed_files(run, clinic, clinic / "out", workers=0, echo=quiet)
+    assert not (clinic / "out").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(EvaluationError, match="not an embedding job"):

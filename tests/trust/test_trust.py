@@ -4,6 +4,7 @@ everything learned."""
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -564,7 +565,7 @@ def test_smooth_scans_of_strangers_on_one_scanner_are_no_copies(tmp_path):
     assert part["near"] == [] and part["threshold"] > part["highest_correlation"]
 
 
-def test_an_encoder_of_ones_own_is_ten_lines_and_its_mistakes_are_named(tmp_path):
+def test_an_encoder_of_ones_own_is_ten_lines_and_its_mistakes_are_named(tmp_path, monkeypatch):
     cohort = Cohort(10, TWO)
     store = cohort.store(tmp_path / "prepared")
     data = small_pictures(store)
@@ -601,6 +602,9 @@ def test_an_encoder_of_ones_own_is_ten_lines_and_its_mistakes_are_named(tmp_path
     with pytest.raises(EvaluationError, match=r"script.py failed: SystemExit"):
         load_external(f"{tmp_path}/script.py:mine")
     assert load_external(f"{tmp_path}/settings.py:mine")[1](np.ones((1, 3, 2))).shape == (1, 4)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "neighbour.py").write_text("import settings\n\nmine = settings.mine\n")
+    assert load_external(f"{tmp_path}/neighbour.py:mine")[1](np.ones((1, 3, 2))).shape == (1, 4)
     for spec, message in {
         "own.py": "expected FILE.py:FUNCTION",
         "none.py:f": "no such file",

@@ -121,8 +121,9 @@ def embed_files(
     """
     out = location(out)
     refuse_inside_export(out)
+    where = _expect_source(source, out)
     runtime = start(precision, device)
-    bscans = isinstance(source, Catalog) and all(a.layout == "line" for a in source.acquisitions)
+    bscans = isinstance(where, Catalog) and all(a.layout == "line" for a in where.acquisitions)
 
     def load(random_init: bool) -> Encoder:
         found = load_encoder(run, random_init=random_init, runtime=runtime).pooling(pool)
@@ -135,13 +136,13 @@ def embed_files(
     if baselines:
         kinds += [_of_encoder("random_init", load(random_init=True))]
         kinds += [_Kind("histogram", HISTOGRAM_BINS, histogram, histogram_facts(encoder.fingerprint))]
-    # `_claim` compares keys under the lock and before anything is written: a job never mixes vectors of two encoders.
     _refuse_other_folder(out)
+    # `_claim` compares keys under the lock and before anything is written: a job never mixes vectors of two encoders.
     with _exclusive(out):
-        account = Account(out, source.root if isinstance(source, Catalog) else source)
+        account = Account(out, where.root if isinstance(where, Catalog) else where)
         _claim(out, kinds)
         modalities = encoder.config.data.modalities
-        catalog, version_of = _catalog(source, out, workers, limits, follow_links, modalities, echo)
+        catalog, version_of = _catalog(where, out, workers, limits, follow_links, modalities, echo)
         fitting = tuple(a for a in catalog.acquisitions if a.modality in modalities)
         included = without_excluded_files(fitting, exclude, str(catalog.root), echo)
         tasks = [_Task(acquisition, version_of(acquisition)) for acquisition in included]
@@ -174,6 +175,20 @@ def embed_files(
 
 def _of_encoder(name: str, encoder: Encoder) -> _Kind:
     return _Kind(name, encoder.vector_width, encoder.embed_arrays, encoder_facts(encoder) | {"name": name})
+
+
+def _expect_source(source: str | Location | Catalog, out: Location) -> Location | Catalog:
+    """`source`, a folder or a prefix in a bucket as a Location. Raises EvaluationError, before anything is written."""
+    if isinstance(source, Catalog):
+        if is_pseudonymous(source):
+            raise EvaluationError(
+                f"{source.root}: this catalog names files by pseudonyms; prepare a store (--key, --root) and embed that"
+            )
+        return source
+    root = existing_root(source)
+    if isinstance(root, Path) and isinstance(out, Path) and Path(os.path.abspath(out)).is_relative_to(root):  # noqa: PTH100
+        raise EvaluationError(f"{out}: inside the folder to be embedded; choose an --out outside {root}")
+    return root
 
 
 def _refuse_other_folder(out: Location) -> None:
@@ -217,7 +232,7 @@ def _exclusive(out: Location) -> AbstractContextManager[Any]:
 
 
 def _catalog(
-    source: str | Location | Catalog,
+    source: Location | Catalog,
     out: Location,
     workers: int | None,
     limits: Limits,
@@ -227,18 +242,11 @@ def _catalog(
 ) -> tuple[Catalog, Callable[[Acquisition], str]]:
     """The catalog of `source`, and the version of each acquisition. A scan is reused until a file changes."""
     if isinstance(source, Catalog):
-        if is_pseudonymous(source):
-            raise EvaluationError(
-                f"{source.root}: this catalog names files by pseudonyms; prepare a store (--key, --root) and embed that"
-            )
         return source, _versions(listing_of(location(source.root)))
-    root = existing_root(source)
-    if isinstance(root, Path) and isinstance(out, Path) and Path(os.path.abspath(out)).is_relative_to(root):  # noqa: PTH100
-        raise EvaluationError(f"{out}: inside the folder to be embedded; choose an --out outside {root}")
-    listing = listing_of(root)
+    listing = listing_of(source)
     # Defaults add nothing, so that jobs of versions without these options keep their digest.
     others = [*([] if follow_links else ["no links"]), *(name for name in modalities if name != "structure")]
-    scanned = [str(root), sorted(listing.items()), *others]
+    scanned = [str(source), sorted(listing.items()), *others]
     digest = hash_text(json.dumps(scanned))
     kept = out / "catalog"
     try:
@@ -246,10 +254,10 @@ def _catalog(
             return Catalog.load(kept), _versions(listing)
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         pass
-    echo(f"{root}: scanning {len(listing):,} files")
+    echo(f"{source}: scanning {len(listing):,} files")
     try:
         catalog = scan(
-            root,
+            source,
             follow_links=follow_links,
             modalities=tuple(sorted({*STRUCTURE_ONLY, *modalities})),
             workers=workers,

@@ -89,6 +89,8 @@ def _from_file(path: Path, spec: str) -> ModuleType:
     assert described is not None and described.loader is not None
     module = importlib.util.module_from_spec(described)
     sys.modules[described.name] = module  # where dataclasses look up their annotations
+    if (folder := str(path.absolute().parent)) not in sys.path:
+        sys.path.append(folder)  # for modules next to the file; at the end, where they hide no package
     try:
         described.loader.exec_module(module)
     except _ANY as error:
