@@ -41,6 +41,11 @@ def on_files(files, config):
     return files
 
 
+def on_post_page(output, page, config):
+    """Name the search dialog, which the theme leaves without a name for screen readers."""
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"', 1)
+
+
 def on_post_build(config):
     """Write the search index as a script as well, which the theme loads from file:// where it may not fetch."""
     folder = Path(config.site_dir) / "search"

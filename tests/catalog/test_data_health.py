@@ -15,6 +15,7 @@ from octfm.display import readable
 from octfm.formats.reasons import REASONS
 from octfm.phantom import write_phantom
 from octfm.report.data_health import AXES, EXTENTS, SHOWN, by_scanner, laterality_doubts, outliers, write_data_health
+from support.accessible import assert_accessible
 from support.browser import assert_renders, needs_chromium
 from support.command_line import octfm_here
 from support.dicom_files import write_oct_dicom
@@ -79,6 +80,7 @@ def test_page_says_what_the_catalog_says(catalog, page):
 
 def test_page_is_self_contained_and_names_no_file_folder_or_person(catalog, page):
     html = page.read_text()
+    assert_accessible(html)
     assert not re.search(r"<script|<link rel=.stylesheet|@import|(src|href)=\"(?!data:|#)|url\((?!#)", html)
     assert "default-src 'none'" in html and len(html) < 10_000_000
     shown = len(outliers(catalog.acquisitions)) + len(laterality_doubts(catalog.acquisitions)[:SHOWN])

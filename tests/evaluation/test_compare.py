@@ -17,6 +17,7 @@ from octfm.evaluation.results import Result
 from octfm.report.compare import labels_of, names_of, settings_that_differ, write_compare
 from octfm.report.sources import gather
 from octfm.trust.leaderboard import leaderboard
+from support.accessible import assert_accessible
 from support.browser import assert_renders, needs_chromium
 from support.command_line import invoke, octfm_here
 from support.run_folder import probe_result, write_run
@@ -105,6 +106,8 @@ def test_page_shows_facts_curves_pairs_and_verdicts(runs, tmp_path):
     )
     assert "+0.11 (+0.06 to +0.16)" in text and "not after Holm" in text
     assert page.read_text().count("<svg") >= 7 and "<img" not in page.read_text()
+    assert_accessible(page.read_text())
+    assert not re.search('<th scope="row">[^<]*</th></tr>', page.read_text()), "a row without cells"
 
 
 def test_page_names_the_checkpoints_that_were_probed(runs, tmp_path):

@@ -17,6 +17,7 @@ from octfm.report.segmented.agreement import sentence, summary_lines, write_agre
 from octfm.report.trust.figures import bland_altman
 from octfm.trust.device_agreement import device_agreement
 from octfm.volume.etdrs import ZONES
+from support.accessible import assert_accessible
 from support.browser import assert_renders, needs_chromium
 from support.command_line import invoke
 
@@ -270,6 +271,7 @@ def page(tmp_path_factory) -> Path:
 
 
 def test_the_page_says_what_it_counts(page):
+    assert_accessible(page.read_text())
     text = " ".join(page.read_text().split())
     for needed in ("24 rows in the table, 24 compared", "The table names no participants", "not a medical device"):
         assert needed in text, needed

@@ -2,6 +2,7 @@
 
 import io
 import re
+from itertools import combinations, pairwise
 
 import matplotlib as mpl
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 from octfm.demo.pages import first_picture
 from octfm.layers.rows import COLUMNS, row_of
 from octfm.layers.segment import ScanSegmentation
+from octfm.models.layer_net import MASKS, SURFACES
 from octfm.phantom.native.stream import Stream
 from octfm.report.images import native_pictures
 from octfm.report.segmented.contact_sheet import ContactSheet
@@ -23,6 +25,7 @@ from octfm.report.segmented.pictures import (
     verdict_of,
 )
 from octfm.tasks.scene import FOUND_COLOURS
+from support.accessible import VISION, assert_accessible, difference
 from support.command_line import invoke
 from support.segmented import found_in
 
@@ -128,6 +131,7 @@ def test_view_shows_layers_and_table_has_a_contact_sheet(tmp_path):
         and "not a medical device" in text
         and text.index('class="verdict"') < text.index("data-viewer")
     )
+    assert_accessible(text)
     table = tmp_path / "eyes.csv"
     ContactSheet(table).add("withdrawn.dcm", found_in())  # somebody deleted its row
     done = invoke("segment", file, "--out", table)
@@ -154,6 +158,14 @@ def test_the_first_picture_of_a_demonstration_states_volumes_that_no_table_has(t
     assert "Intraretinal fluid" in page and f"{found.volume_nl('intraretinal_fluid'):.1f} nl" in page
 
 
+@pytest.mark.parametrize("vision", VISION)
+def test_lines_and_areas_next_to_each_other_differ_with_every_vision(vision):
+    for names in (SURFACES, MASKS):
+        colours = [FOUND_COLOURS[name] for name in names]
+        assert min(difference(a, b, vision) for a, b in pairwise(colours)) > 30
+        assert min(difference(a, b, vision) for a, b in combinations(colours, 2)) > 19
+
+
 def test_lines_of_a_small_picture_keep_their_colours():
     picture = np.asarray(Image.open(io.BytesIO(bscan_picture(found_in()))).convert("RGB")).astype(int)
     for name in LINES:
@@ -166,5 +178,6 @@ def test_a_contact_sheet_says_why_numbers_are_missing_and_what_colours_mean(tmp_
     sheet = ContactSheet(table)
     sheet.add("line.dcm", found_in(1))
     page = sheet.write([row(found_in(1), "line.dcm")]).read_text()
+    assert_accessible(page)
     assert "line.dcm<br>no zones: a single B-scan" in page
     assert "background: rgb(70, 110, 255)" in page and "intraretinal fluid</span>" in page

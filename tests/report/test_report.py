@@ -45,6 +45,7 @@ from octfm.report.words import (
 from octfm.report.words import leakage as leakage_of
 from octfm.store.store import Store
 from octfm.tasks.scene import Overlay, Placement, Scene
+from support.accessible import assert_accessible, contrast
 from support.browser import Browser, assert_renders, needs_chromium
 from support.run_folder import SCANNERS, probe_result, write_catalog, write_run, write_store
 from support.small_store import edit_rows
@@ -127,11 +128,45 @@ def test_ids_are_unique_and_every_link_has_its_target(page):
 
 
 def test_every_picture_and_chart_has_a_text_for_those_who_cannot_see_it(page):
+    assert_accessible(page.read_text())
+    assert "</h2><" not in page.read_text().split("<details", 1)[1], "heading and state would be read as one word"
     tags = Elements(page.read_text()).tags
-    assert all(a.get("alt") for t, a in tags if t == "img")
-    assert all(a.get("aria-label") for t, a in tags if t == "svg")
     assert sum(t == "img" for t, _ in tags) == 1 + 2 * 6
     assert sum(t == "svg" for t, _ in tags) >= 10
+
+
+def test_text_of_charts_has_eleven_pixels_on_a_phone(page):
+    charts = re.findall(r'<svg[^>]*viewBox="0 0 ([\d.]+).*?</svg>', page.read_text(), re.S)
+    sizes = [
+        re.findall(r"font-size: ([\d.]+)px", svg[0]) for svg in re.finditer(r"<svg.*?</svg>", page.read_text(), re.S)
+    ]
+    within = 390 - 2 * 16
+    assert len(charts) == len(sizes) >= 10
+    for width, own in zip(charts, sizes, strict=True):
+        assert min(map(float, own)) * within / float(width) >= 11
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_of_pages_have_contrast(scheme):
+    """WCAG 1.4.3 and 1.4.11: 4.5 to 1 for text, 3 to 1 for curves."""
+    style = (Path(octfm.__file__).parent / "report" / "page.css").read_text(encoding="utf-8")
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6})", re.findall(r":root \{(.*?)\}", style, re.S)[scheme]))
+    for ground in ("paper", "raised"):
+        for text in ("ink", "soft", "accent"):
+            assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+        for curve in range(1, 6):
+            assert contrast(colours[f"series-{curve}"], colours[ground]) >= 3, (curve, ground)
+    for word in ("good", "watch", "bad"):
+        assert contrast(colours[word], colours[f"{word}-back"]) >= 4.5, word
+
+
+def test_the_style_of_pages_respects_settings_of_their_reader():
+    style = (Path(octfm.__file__).parent / "report" / "page.css").read_text(encoding="utf-8")
+    assert style.count("scroll-behavior") == 1
+    assert "@media (prefers-reduced-motion: no-preference) { html { scroll-behavior" in style
+    assert re.search(r"@media \(forced-colors: active\) { \.swatch, \.scale,[^{]*{ forced-color-adjust: none", style)
+    scrolled = re.findall(r"\n([^\n{]*){[^}]*overflow-x: auto", style)
+    assert scrolled == [".scroll "], "only what a keyboard can reach may scroll"
 
 
 def test_wide_tables_of_every_page_can_be_scrolled_by_keyboard_and_have_no_empty_headers():

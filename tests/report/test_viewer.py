@@ -15,6 +15,7 @@ from octfm.tasks.scene import NONE, Overlay, Placement, Scene, found_overlays, l
 from octfm.tasks.view import scene_of
 from octfm.volume.transform import Transform
 from octfm.volume.volume import Fundus, Lines, Surfaces, Volume
+from support.accessible import assert_accessible
 from support.browser import needs_chromium
 from support.points import points_to_prepared
 from support.waiting import wait_until
@@ -298,6 +299,7 @@ def test_page_of_a_file_is_self_contained_and_says_what_it_is(tmp_path):
         and "not a medical device" in page
     )
     assert "http://" not in page and "https://" not in page
+    assert_accessible(page)
 
 
 def test_scenes_come_back_as_they_were_written(tmp_path):

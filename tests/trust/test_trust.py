@@ -34,6 +34,7 @@ from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
 from octfm.trust.study import LEVEL, make_study
 from octfm.trust.subgroups import group_columns, subgroups
 from support import ROOT
+from support.accessible import assert_accessible
 from support.browser import Browser, assert_renders, needs_chromium
 from support.command_line import invoke
 from support.small_store import small_store
@@ -670,6 +671,7 @@ def test_the_page_is_self_contained_names_nobody_and_says_what_it_found(judged, 
     page = write_trust(result, store, tmp_path / "trust.html")
     text = page.read_text()
     assert_renders(page, "Findings", tmp_path)
+    assert_accessible(text)
     assert not re.search("https?:", text) and "<script" not in text and page.stat().st_size < 10_000_000
     assert (
         not any(name in text for row in store.rows for name in (row.participant, row.acquisition))

@@ -139,7 +139,7 @@ def _probed(sources: Mapping[str, Sources], result: dict[str, Any] | None) -> li
         rows["Checkpoint probed together"] = [checkpoint_in(facts) for facts in result.get("embeddings", ())]
     own = [s.probe.get("embeddings") if s.probe is not None else None for s in sources.values()]
     rows["Checkpoint probed apart"] = [checkpoint_in(embeddings[0]) if embeddings else ABSENT for embeddings in own]
-    return [(label, cells) for label, cells in rows.items() if {*cells} != {ABSENT}]
+    return [(label, cells) for label, cells in rows.items() if {*cells} - {ABSENT}]
 
 
 def _own_probes(sources: Mapping[str, Sources]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from octfm.formats.reasons import REASONS
 from octfm.io.isolation import Limits
 from octfm.io.location import Location
 from octfm.io.spread import spread
-from octfm.report.figures import MARKERS, SERIES, Chart, canvas, plain, to_svg
+from octfm.report.figures import MARKERS, SERIES, Chart, canvas, plain, plain_ticks, to_svg
 from octfm.report.images import Picture, native_pictures
 from octfm.report.page import render, write_page
 from octfm.report.shareable import shareable_catalog
@@ -217,6 +217,7 @@ def _distribution(
         # A wide range gets a logarithmic axis; a single value gets some room on either side.
         if max(every) > 4 * min(every):
             axes.set_xscale("log")
+            plain_ticks(axes.xaxis)
         elif max(every) < 1.02 * min(every):
             axes.set_xlim(0.9 * min(every), 1.1 * max(every))
         axes.set_yticks(range(len(scanners)), [plain(scanner) for scanner in scanners])

@@ -11,8 +11,9 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from octfm.display import drawing, interval, readable
 from octfm.errors import one_line
@@ -28,9 +29,11 @@ DASHED: Any = (0, (3, 3))
 REFERENCE: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": DASHED}
 """Style of a line for chance, a baseline or perfect agreement."""
 MAX_POINTS = 400
+TEXT_PT, PHONE_PT = 11.0, 9.6
+"""Sizes of text: at least 11 pixels on a page, for charts that are shown at about their own size and for those that are
+enlarged, least on a phone."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text, in the page's font
-    "font.size": 9.0,
     "text.color": INK,
     "axes.edgecolor": GRID,
     "axes.labelcolor": INK,
@@ -46,7 +49,6 @@ STYLE: dict[Any, Any] = {
     "xtick.minor.size": 0,
     "ytick.minor.size": 0,
     "legend.frameon": False,
-    "legend.fontsize": 8.0,
     "lines.linewidth": 1.6,
 }
 
@@ -72,19 +74,21 @@ class Line:
 
 
 @contextmanager
-def canvas(name: str, width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
+def canvas(name: str, width: float, height: float, text_pt: float = TEXT_PT) -> Iterator[tuple[Figure, Axes]]:
     """A figure in the page's style, in inches; call `to_svg` before leaving the context. `name`: no other figure of the
     page has it."""
-    with panels(name, width, height, (1,)) as (figure, (axes,)):
+    with panels(name, width, height, (1,), text_pt) as (figure, (axes,)):
         yield figure, axes
 
 
 @contextmanager
-def panels(name: str, width: float, height: float, ratios: Sequence[float]) -> Iterator[tuple[Figure, list[Axes]]]:
+def panels(
+    name: str, width: float, height: float, ratios: Sequence[float], text_pt: float = TEXT_PT
+) -> Iterator[tuple[Figure, list[Axes]]]:
     """As `canvas`, with one axes below the other for each of these relative heights."""
     key = re.sub(r"\W+", "-", name).strip("-")
     # The salt makes ids in the SVG the same in every rendering.
-    with drawing({**STYLE, "svg.hashsalt": key}):
+    with drawing({**STYLE, "svg.hashsalt": key, "font.size": text_pt}):
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.set_label(key)
         yield figure, list(figure.subplots(len(ratios), height_ratios=ratios, squeeze=False)[:, 0])
@@ -237,7 +241,7 @@ def overview_forest(results: Sequence[dict[str, Any]]) -> Chart | None:
         return None
     encoders = list(dict.fromkeys(r["encoder"] for r in known))
     heights = [sum(_height(rows) for rows in own) for own in groups.values()]
-    with panels("forest", 4.3, 0.17 * sum(heights) + 0.42 * len(groups), heights) as (figure, parts):
+    with panels("forest", 4.3, 0.17 * sum(heights) + 0.42 * len(groups), heights, PHONE_PT) as (figure, parts):
         for (metric, own), height, axes in zip(groups.items(), heights, parts, strict=True):
             y, ticks = 0.0, []
             for rows in own:
@@ -283,7 +287,7 @@ def _draw_target(axes: Axes, y: float, rows: Sequence[dict[str, Any]], encoders:
     axes.text(0, y, title_of(rows[0]["target"]), **to_edges, va="center", fontweight="bold")
     for tick, row in zip(ticks, rows, strict=True):
         draw_interval(axes, tick, row["estimate"], row, encoders.index(row["encoder"]), None)
-        axes.text(1.02, tick, interval(row), **to_edges, va="center", fontsize=8)
+        axes.text(1.02, tick, interval(row), **to_edges, va="center")
         if min(row["estimate"], row["low"] or 0) < LOWEST:
             axes.plot([0], [tick], "<", color=INK, markersize=4, **to_edges)
     chance = rows[0]["chance"]
@@ -307,7 +311,7 @@ def _forest_plot(results: Sequence[dict[str, Any]], metric: str) -> Chart | None
     if not rows:
         return None
     targets, encoders = list(dict.fromkeys(r["target"] for r in rows)), list(dict.fromkeys(r["encoder"] for r in rows))
-    with canvas(f"forest {metric}", 6.4, 0.75 + 0.27 * len(targets) * (len(encoders) + 0.6)) as (figure, axes):
+    with canvas(f"forest {metric}", 4.9, 0.75 + 0.27 * len(targets) * (len(encoders) + 0.6)) as (figure, axes):
         ticks, pitch = [], len(encoders) + 0.8
         for t, target in enumerate(targets):
             ticks.append(t * pitch + (len(encoders) - 1) / 2)
@@ -356,7 +360,7 @@ def efficiency_plots(rows: Sequence[dict[str, Any]]) -> list[Chart]:
         if not own:
             continue
         encoders = list(dict.fromkeys(r["encoder"] for r in own))
-        with canvas(f"efficiency {target} {metric}", 4.3, 3.1) as (figure, axes):
+        with canvas(f"efficiency {target} {metric}", 4.3, 3.1, PHONE_PT) as (figure, axes):
             axes.set_xscale("log")
             for e, encoder in enumerate(encoders):
                 points = [r for r in own if r["encoder"] == encoder]
@@ -420,6 +424,7 @@ def _chart(
         # A value of exactly 0 is a finding that a logarithmic axis would hide.
         if log and min(line.values.min() for line in lines) > 0:
             axes.set_yscale("log")
+            plain_ticks(axes.yaxis)
         if reference is not None:
             axes.axhline(reference, **REFERENCE)
         if floor is not None:
@@ -430,6 +435,13 @@ def _chart(
         last = "; ".join(f"{line.label} {line.values[-1]:.3g} at step {line.steps[-1]:.0f}" for line in lines)
         svg = to_svg(figure, f"{title}. Last values: {last}")
     return Chart(title, caption, svg)
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Plain numbers on a logarithmic axis: exponents would be too small to read."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=4))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def _whole_steps(axes: Axes) -> None:
@@ -463,7 +475,7 @@ def _online_probe(sources: Sources) -> Chart | None:
             handles = [h for part in (axes, other) for h in part.get_legend_handles_labels()[0]]
         else:
             handles = axes.get_legend_handles_labels()[0]
-        figure.legend(handles, [str(h.get_label()) for h in handles], loc="outside upper left", ncols=3)
+        figure.legend(handles, [str(h.get_label()) for h in handles], loc="outside upper left", ncols=2)
         spoken = f"Best {metric} {score[best]:.3g} at step {steps[best]:.0f}; last {score[-1]:.3g}"
         svg = to_svg(figure, f"{title}. {spoken}")
     caption = (
@@ -534,6 +546,8 @@ def to_svg(figure: Figure, alt: str) -> str:
     svg = svg.replace(INK, "currentColor").replace(GRID, "var(--grid)")
     for i, color in enumerate(SERIES):
         svg = svg.replace(color, f"var(--series-{i + 1})")
+    # The label has the numbers; without this, some screen readers read every tick as well.
+    svg = svg.replace("<g ", '<g aria-hidden="true" ', 1)
     return svg.replace("<svg", f'<svg role="img" aria-label={quoteattr(alt)}', 1)
 
 

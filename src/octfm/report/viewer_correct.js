@@ -440,7 +440,7 @@ const octfmCorrect = (() => {
 
     // What the colours of the map stand for.
     function mapScale() {
-      const bar = Object.assign(document.createElement("span"), { className: "scale" }), [low, high] = edit.range;
+      const bar = Object.assign(document.createElement("span"), { className: "scale", role: "img", ariaLabel: "to" }), [low, high] = edit.range;
       bar.style.background = `linear-gradient(to right, ${edit.viridis.filter((_, i) => i % 7 === 0).map((c) => `rgb(${c})`).join(", ")})`;
       find("map-scale").replaceChildren(`${low}`, bar, `${high} µm`);
     }

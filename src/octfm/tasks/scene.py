@@ -40,21 +40,22 @@ COLOURS: tuple[Colour, ...] = (
 
 
 FOUND_COLOURS: dict[str, Colour] = {
-    "ilm": (255, 90, 90),
-    "nfl_gcl": (255, 160, 50),
-    "ipl_inl": (255, 230, 60),
+    "ilm": (250, 90, 102),
+    "nfl_gcl": (215, 130, 0),
+    "ipl_inl": (255, 245, 40),
     "inl_opl": (70, 200, 190),
-    "opl_onl": (110, 160, 255),
-    "ez": (190, 130, 255),
+    "opl_onl": (140, 170, 255),
+    "ez": (115, 105, 255),
     "rpe_inner": (255, 255, 255),
     "rpe_peak": (90, 255, 120),
-    "bm": (255, 90, 220),
+    "bm": (240, 70, 205),
     "intraretinal_fluid": (70, 110, 255),
     "subretinal_fluid": (0, 200, 255),
-    "drusen": (255, 150, 0),
-    "detachment": (255, 230, 60),
+    "drusen": (225, 130, 0),
+    "detachment": (255, 245, 40),
 }
-"""Surfaces and areas of the packaged network, the same in viewer and contact sheet; no two lines share a colour."""
+"""Surfaces and areas of the packaged network, the same in viewer and contact sheet. Neighbours differ clearly for
+protanopes and deuteranopes as well."""
 
 ACROSS = {"R": ("T", "N"), "L": ("N", "T")}
 """Letters of the left and the right end of a horizontal B-scan, by eye."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,10 @@ def bars(title: str, caption: str, rows: Sequence[Bar], axis: str, reference: fl
     labels = list(dict.fromkeys(b.label for b, _ in known))
     series = sorted({b.series for b, _ in known})
     pitch = len(series) + (0.7 if len(series) > 1 else 0)
-    with canvas(f"trust {title}", 6.4, 0.7 + 0.25 * max(2.0, len(labels) * pitch)) as (figure, axes):
+    with canvas(f"trust {title}", 4.9, 0.7 + 0.25 * max(2.0, len(labels) * pitch)) as (figure, axes):
         in_legend: set[int] = set()
         for b, value in known:
-            label = b.name if b.name and b.series not in in_legend else None
+            label = fill(b.name, 44) if b.name and b.series not in in_legend else None
             in_legend.add(b.series)
             y = labels.index(b.label) * pitch + series.index(b.series)
             draw_interval(axes, y, value, b.row, b.series, label)
@@ -50,7 +51,7 @@ def bars(title: str, caption: str, rows: Sequence[Bar], axis: str, reference: fl
             axes.axvline(reference, **REFERENCE)
         axes.set_xlabel(axis)
         if any(b.name for b, _ in known):
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left")
         spoken = "; ".join(f"{plain(b.label)}{', ' + b.name if b.name else ''} {value:.2f}" for b, value in known)
         svg = to_svg(figure, f"{title}: {spoken}")
     return Chart(title, caption, svg)
