@@ -77,7 +77,7 @@ def test_the_same_vectors_to_the_last_bit(run, folder):
 
 
 @pytest.mark.slow
-def test_the_hub_class_loads_offline_is_the_same_network_and_learns(run, folder, tmp_path):
+def test_the_hub_class_loads_offline(run, folder, tmp_path):
     code = f"""
 import socket
 def refuse(*_): raise AssertionError("no network")
@@ -94,6 +94,8 @@ np.save({str(tmp_path / "grid.npy")!r}, module(torch.full((2, 1, 8, 64, 32), 90,
     expected = load_encoder(run).encode_grid(np.full((2, 8, 64, 32), 90, np.uint8))
     np.testing.assert_array_equal(np.load(tmp_path / "grid.npy"), np.moveaxis(expected, -1, 1))
 
+
+def test_the_hub_class_is_the_same_network_and_learns(run, folder, tmp_path):
     module = octfm.OctEncoder.from_pretrained(folder)
     volume = eye()
     np.testing.assert_array_equal(module.encoder.embed(volume), load_encoder(run).embed(volume))

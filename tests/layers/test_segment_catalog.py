@@ -11,7 +11,8 @@ import pytest
 import octfm
 from octfm.catalog.catalog import Catalog
 from octfm.catalog.labels import read_labels
-from octfm.errors import ConfigError
+from octfm.catalog.scan import scan
+from octfm.errors import ConfigError, ReadError
 from octfm.layers import table
 from octfm.layers.corrections import FORMAT
 from octfm.layers.rows import read_table
@@ -136,6 +137,17 @@ def test_a_file_that_is_not_the_one_of_the_catalog_is_named(clinic, small_finder
     shown = invoke("segment", catalog, "--out", out)
     assert shown.exit_code == 0 and "; 1 could not be read" in shown.output
     assert [row["problem"].split(":")[0] for row in read_table(out)] == ["", "changed_since_scan", ""]
+
+
+def test_only_the_file_that_a_catalog_describes_is_read_with_what_it_says(clinic):
+    """Another scan under its name would get the participant and eye of the one before."""
+    catalog = scan(clinic / "scans", table=clinic / "files.csv", workers=0)
+    (own,) = (a for a in catalog.acquisitions if a.uri.endswith("b.npy"))
+    assert table.read_known(own.uri, own).laterality == "L"
+    np.save(clinic / "scans" / "b.npy", np.load(clinic / "scans" / "b.npy")[1:])
+    with pytest.raises(ReadError) as refused:
+        table.read_known(own.uri, own)
+    assert refused.value.code == "changed_since_scan"
 
 
 @pytest.mark.parametrize("workers", [0, 1])

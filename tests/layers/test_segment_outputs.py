@@ -353,20 +353,18 @@ def test_the_file_beside_exported_labels_has_no_free_text(tmp_path):
         assert facts.get("protocol") == shown and facts["scanner"] == "zeiss_cirrus"
 
 
-@pytest.mark.slow
 def test_dicom_exports_say_which_segments_somebody_has_corrected(tmp_path):
     pytest.importorskip("highdicom")
     from pydicom import dcmread
 
-    found = found_in()
-    clinic = write_phantom(tmp_path / "clinic", 1, 3, size=found.volume.shape, workers=1)
-    source = min(clinic.rglob("*.dcm"))
-    line = {"bm": {3: found.surfaces["bm"][3]}}
+    found = found_in(1, fluid_in=0)
+    source = write_oct_dicom(tmp_path / "a.dcm", found.volume.voxels, (0.2, 0.004, 0.05), edit=for_segmentation)
+    line = {"bm": {0: found.surfaces["bm"][0]}}
     by_hand = Corrections("", found.model, found.volume.shape, "", "", "", "", line, {}, frozenset())
     for corrections, expected in (
         (None, set()),
         (by_hand, {"bm", f"{SURFACES[-2]} to bm"}),
-        (replace(by_hand, surfaces={}, areas={2: {}}), set(MASKS)),
+        (replace(by_hand, surfaces={}, areas={0: {}}), set(MASKS)),
     ):
         corrected = replace(found, corrections=corrections)
         for path in write_dicom(corrected, source, tmp_path / "out"):

@@ -14,10 +14,11 @@ from octfm.encoder.encoder import seen_by, seen_if_known
 from octfm.encoder.export import export
 from octfm.errors import CheckpointError, EvaluationError
 from octfm.io.hashing import keyed_hash
-from octfm.pretraining.learner import Learner
+from octfm.pretraining.initial_weights import begin_with, read_initial
+from octfm.pretraining.learner import Learner, build_objective
 from octfm.pretraining.preflight.resources import initial_weights
 from octfm.pretraining.pretrain import pretrain
-from octfm.pretraining.resume import PRETRAINING
+from octfm.pretraining.resume import PRETRAINING, part_of
 from octfm.run import checkpoint
 from octfm.run.folder import RunFolder
 from octfm.run.runtime import start
@@ -82,6 +83,18 @@ def prepared_as(preprocessing: Preprocessing) -> Any:
 
 def trained_on(store: Store) -> set[str]:
     return {row.participant for row in store.rows if row.split == "train"}
+
+
+@pytest.mark.parametrize("name", ["vjepa2", "mae"])
+def test_a_run_begins_with_the_teacher_and_with_all_networks_of_its_own_objective(parent, first, name):
+    settings, given = begun(parent, objective={"name": name}), final(parent)["model"]
+    model = build_objective(settings, first.preprocessing)
+    filled = begin_with(read_initial(str(parent), settings), model)
+    assert filled[0] == "encoder" and (len(filled) > 1) == (name == "vjepa2")
+    for network in filled:
+        theirs = part_of(given, f"{network.replace('encoder', 'target_encoder')}.")
+        for key, tensor in getattr(model, network).state_dict().items():
+            torch.testing.assert_close(tensor, theirs[key], rtol=0, atol=0, msg=f"{network}.{key}")
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from octfm.run.runtime import Runtime
 from octfm.run.tracking import read_metrics
 from octfm.store.loader import Loader, batch_of
 from support.command_line import invoke
-from support.planted_faults import NAMES, infinite_gradient, sabotage
+from support.planted_faults import INTO_LEARNER, NAMES, infinite_gradient, sabotage
 from support.tiny_runs import assert_same_run, config, final, interrupted_after, quick_pretrain, quiet, rows
 from support.waiting import planted_delay
 
@@ -140,6 +140,19 @@ def test_sound_statistics_are_seen_whatever_two_sets_of_masks_hide(store, budget
             settings, store.preprocessing, learner.runtime, replace(batch, position=position + np.arange(2))
         )
         assert batch_effect(learner, drawn.views, weight) < 1e-4
+
+
+@pytest.mark.parametrize("volumes", [1, 2])
+def test_a_norm_over_the_batch_is_measured_in_a_few_of_many_tokens(store, volumes):
+    """A volume that is alone is compared with its own negative."""
+    settings = config(**SMALL | {"masks": {"budget": None}})
+    learner = Learner(settings, store.preprocessing, Runtime(torch.device("cpu")))
+    (weight,) = learner.runtime.numbers(0.5)
+    views = make_inputs(settings, store.preprocessing, learner.runtime, batch_of(store, np.arange(volumes))).views
+    assert views[0].index.kept.shape[1] == 2 * SAMPLED_TOKENS
+    assert batch_effect(learner, views, weight) < 1e-4
+    INTO_LEARNER["batch-norm"](learner)
+    assert batch_effect(learner, views, weight) > 1e-3
 
 
 @pytest.mark.slow

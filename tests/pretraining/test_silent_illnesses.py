@@ -3,6 +3,7 @@ runs are left alone."""
 
 from dataclasses import replace
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from octfm.pretraining.monitors import feed, health, monitors
 from octfm.pretraining.monitors.health import HealthConfig
 from octfm.pretraining.monitors.limits import Limits, limits
 from octfm.pretraining.preflight import data, objective
+from octfm.pretraining.preflight.ranks import require_same_order
 from octfm.pretraining.run_state import RunState
 from octfm.run import checkpoint
 from octfm.store.loader import Loader
@@ -231,6 +233,21 @@ def test_an_order_that_repeats_volumes_is_named_before_step_0(store, monkeypatch
     indices = Loader.indices
     monkeypatch.setattr(Loader, "indices", lambda self, at: indices(self, at % 4))
     assert data.order(config(), store, chosen).status == "FAIL"
+
+
+def test_an_order_that_differs_on_one_rank_stops_all(store):
+    def second_rank(differs):
+        return SimpleNamespace(world=2, exchange=lambda values: np.stack([values, values + differs]))
+
+    with Loader(store, choose(store, "train"), 4, 0, prefetch=0) as loader:
+        require_same_order(second_rank(0), loader, 0)
+        with pytest.raises(TrainingError, match="rank 1 of 2 draws its volumes in another order than rank 0"):
+            require_same_order(second_rank(1), loader, 0)
+    sound = np.array([[5.0, 0, 0, 0, 0, -1, 0]] * 2)
+    assert feed.finding(sound, np.arange(4)) is None
+    sound[1, 0] = 6
+    found = feed.finding(sound, np.arange(4))
+    assert found and found.what == "data order" and "rank 1 draws its volumes in another order" in found.sentence
 
 
 @pytest.mark.slow

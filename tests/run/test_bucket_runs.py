@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +20,13 @@ from octfm.run import bucket as bucket_run
 from octfm.run import checkpoint, checkpoint_files
 from octfm.run.bucket import local_run, mirror_of, read_pointer
 from octfm.run.checkpoint_files import name_of
-from octfm.run.checkpoint_writer import Retention
+from octfm.run.checkpoint_writer import Failure, Retention
+from octfm.run.loop import Session
 from octfm.run.tracking import read_metrics
 from support.bucket_servers import ENDPOINT, SECRET, FaultyProxy
 from support.command_line import invoke
 from support.probe_cohort import Cohort
-from support.tiny_runs import assert_same_training, config, final, quick_pretrain
+from support.tiny_runs import assert_same_training, config, final, quick_pretrain, quiet
 
 SLOW = pytest.mark.slow
 buckets = pytest.mark.parametrize("place", ["s3", "gs"], indirect=True)
@@ -205,6 +208,18 @@ def test_a_run_in_a_bucket_is_probed_and_watched_from_another_machine(place, sto
     assert told.exit_code == 0 and "step 3 of 2" in told.output and told.output.startswith("run "), told
     told = invoke("watch", f"{place}/nowhere", "--once")
     assert isinstance(told.exception, EvaluationError) and "expected a run folder" in str(told.exception)
+
+
+def test_a_run_does_not_end_as_if_the_bucket_had_its_last_checkpoint():
+    last, place = Path("step-00000008.pt"), SimpleNamespace(where="s3://b/run", before=bucket.tally())
+    here = SimpleNamespace(leads=False, first=lambda function: function())
+    training = SimpleNamespace(step=8, runtime=here, tracking=SimpleNamespace(step_deadline_s=60.0))
+    writer = SimpleNamespace(remote=place, finish=lambda: None, failures=lambda: [Failure(8, "it is whole, but", True)])
+    metrics = SimpleNamespace(write=lambda *_, **__: None)
+    run = SimpleNamespace(last_checkpoint=lambda: last, path=Path("run"))
+    session = Session(training, run, metrics, writer, echo=quiet)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(CheckpointError, match=r"s3://b/run: the bucket lacks the checkpoint after step 8; it is step-"):
+        session.finish()
 
 
 @pytest.mark.slow

@@ -402,6 +402,14 @@ def test_a_checkpoint_is_sound_if_it_is_one_and_nothing_was_wrong_shortly_before
     assert not sound(written["sound"])
 
 
+def test_checkpoints_of_every_interval_in_steps_and_in_epochs_are_kept_for_good():
+    """An epoch of 4 steps: the first checkpoint at or after 6 steps is kept, and after 12."""
+    kept = retention(config(keep_checkpoints=1, keep_every_steps=5, keep_every_epochs=1.5), 4.0)
+    found = [Path(checkpoint_files.name_of(step)) for step in range(1, 14)]
+    surplus = kept.surplus(found, ())
+    assert [checkpoint_files.step_of(path) for path in found if path not in surplus] == [5, 6, 10, 12, 13]
+
+
 @pytest.mark.slow
 def test_retention_over_a_whole_run(store, tmp_path):
     settings = config(steps=12, ckpt_every_steps=1, keep_checkpoints=1, keep_every_steps=5, keep_every_epochs=1.5)

@@ -19,20 +19,20 @@ from sklearn.metrics import r2_score, roc_auc_score
 from sklearn.metrics.pairwise import cosine_similarity
 from sklearn.preprocessing import StandardScaler
 
-from octfm.encoder.embeddings import of_store, take_rows
+from octfm.encoder.embeddings import from_columns, of_store, take_rows
 from octfm.evaluation.metrics import ECE_BINS
 from octfm.evaluation.probe import predict
 from octfm.evaluation.scoring import Predictions
 from octfm.evaluation.statistics import MIN_PARTICIPANTS
 from octfm.evaluation.tissue_map import tissue_map
 from octfm.trust.calibration import _ece_if_calibrated, calibration
-from octfm.trust.copies import _chance_threshold, _exact, _fine_detail, same_speckle
+from octfm.trust.copies import _chance_threshold, _exact, _fine_detail, copies, same_speckle
 from octfm.trust.failures import failures
 from octfm.trust.leaderboard import ranked, to_csv
 from octfm.trust.neighbours import nearest_scans, neighbours
 from octfm.trust.same_eye import _ranks, same_eye
 from octfm.trust.scanners import domains, leave_one_scanner_out, training_sets
-from octfm.trust.study import make_study
+from octfm.trust.study import Study, make_study
 from octfm.trust.subgroups import subgroups
 from support.trust_cohort import SCANNERS, Cohort
 
@@ -472,6 +472,25 @@ def test_a_copy_is_a_pair_of_one_fingerprint_of_a_tested_scan_and_another_part_o
     }
     found = [tuple(map(int, pair["acquisitions"])) for pair in _exact(rows, study)]
     assert len(found) == len(expected) and {*found} == expected
+
+
+@pytest.mark.parametrize(("alike", "found"), [((0, 1), 0), ((0, 2), 1)])
+def test_scans_of_a_person_are_no_copies_however_scanners_spell_the_id(alike, found):
+    rng, names = np.random.default_rng(0), ["a", "b", "c", "d"]
+    columns: dict[str, list] = {"acquisition": names, "participant": ["P1", "p1", "P2", "P3"], "eye_id": names}
+    columns |= {"scanner": ["x"] * 4, "laterality": ["R"] * 4, "split": ["test"] * 3 + ["train"]}
+    columns["participant_labels"] = [{}] * 4
+    data, tested = from_columns("run", "run", {}, columns, rng.normal(size=(4, 3))), np.array([True] * 3 + [False])
+    study = Study((data,), {"run": "run"}, (), (), None, "recommended_split", ~tested, tested, {})
+    rows = [
+        SimpleNamespace(index=i, acquisition=name, pixels="same" if i in alike else name, checksum=name)
+        for i, name in enumerate(names)
+    ]
+    voxels, band = rng.integers(0, 255, (4, 3, 40, 30)).astype(np.uint8), np.zeros((1, 2, 3, 30))
+    band[:, 1] = 40
+    store: Any = SimpleNamespace(rows=rows, read=lambda at: SimpleNamespace(voxels=voxels[at], band=band))
+    part = copies(study, store)
+    assert [pair["same_participant"] for pair in part["exact"]] == [False] * found and part["near"] == []
 
 
 @settings(max_examples=25)

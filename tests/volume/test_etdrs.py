@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octfm.phantom.anatomy import SURFACE
@@ -118,6 +118,7 @@ def test_a_zone_covered_by_less_than_nine_tenths_stays_blank():
 
 @settings(max_examples=examples(40))
 @given(first=st.integers(0, 48), many=st.integers(1, 12))
+@example(first=22, many=2)
 def test_a_gap_of_bscans_changes_nothing_or_blanks_the_zones_that_it_crosses(first, many):
     """49 B-scans over 7 mm: a single one is bridged; a wider gap leaves what it does not touch as it was."""
     lines = raster(0.0, 49, 256, 7.0, False)

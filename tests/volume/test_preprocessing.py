@@ -291,7 +291,10 @@ def test_the_grid_lies_around_the_fovea_and_the_retina_as_far_as_the_scan_reache
         assert confident
         for band, beside in zip(prepared.band, (-4, 6 + 4), strict=True):  # 0.016 mm, and 6 rows from ILM to BM
             row = (ilm + beside - prepared.transform.origin[1]) / step[1]
-            assert np.allclose(band, np.clip(row, *prepared.valid), atol=1e-3)
+            # Exactly half a voxel beyond the last one there may be image, and there is no surface any more.
+            own = np.ix_(*(start + np.arange(n) * by < count - 0.501 for start, n, by, count in zip(
+                prepared.transform.origin[::2], size[::2], step[::2], shape[::2], strict=True)))  # fmt: skip
+            assert np.allclose(band[own], np.clip(row, *prepared.valid)[own], atol=1e-3)
 
 
 # Intensity

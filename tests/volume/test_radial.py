@@ -202,9 +202,8 @@ def test_a_star_that_no_raster_can_be_made_of_is_left_out_with_a_reason(eye, tmp
     assert read_volume(path, raster_only=False).layout == "radial", "to look at it is another matter"
 
 
-@pytest.mark.slow
 def test_sixteen_bits_stay_sixteen_bits(eye):
-    star = scanned(eye, lines_of(12))
+    star = scanned(eye, lines_of(12), columns=48)
     deep = replace(star, voxels=star.voxels.astype(np.uint16) * 257)
     raster = to_raster(deep)
     assert raster.voxels.dtype == np.uint16
