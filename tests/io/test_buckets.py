@@ -1,6 +1,7 @@
 """Local disk, a real S3 server and a real GCS emulator behave alike, also when a tenth of the requests goes wrong."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from octfm.formats import read_surfaces, read_volume
 from octfm.formats.declared import read_declared
 from octfm.io import bucket, bucket_cache, ranged
 from octfm.io.archive import recall, split_uri
-from octfm.io.lease import Lease
+from octfm.io.lease import RENEW_S, Lease
 from octfm.io.location import BucketPath, expect_writable, location, unwritable, write_whole
 from octfm.phantom import write_phantom
 from octfm.store import verify as store_verify
@@ -782,6 +783,7 @@ def test_two_writers_of_one_store_do_not_mix(place, monkeypatch):
             pass
         # An owner that gave no sign of life is replaced, and knows it.
         monkeypatch.setattr("octfm.io.lease.STALE_S", 0.0)
+        monkeypatch.setattr("octfm.io.lease.WATCH_S", 0.0)
         monkeypatch.setattr("octfm.io.lease.SETTLE_S", 0.1)  # nobody else takes over
         monkeypatch.setattr("octfm.io.lease.RENEW_S", 0.05)
         with Lease(lock, purpose) as second:
@@ -792,12 +794,41 @@ def test_two_writers_of_one_store_do_not_mix(place, monkeypatch):
     assert not lock.exists()
 
 
+@pytest.mark.parametrize("years", [-10.0, -0.01, 0.01, 10.0])
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_a_wrong_clock_neither_displaces_a_live_owner_nor_keeps_a_dead_one(place, years, monkeypatch):
+    lock, pauses = place / "lock", []
+    lines = iter(f'{{"owner": "other", "renewed": {time.time() + years * 3.15e7 + n}}}'.encode() for n in range(2))
+
+    def owner_renews(seconds: float) -> None:
+        pauses.append(seconds)
+        bucket.write(str(lock), next(lines))
+
+    bucket.write(str(lock), next(lines))
+    clock = SimpleNamespace(time=time.time, sleep=owner_renews)
+    monkeypatch.setattr("octfm.io.lease.time", clock)
+    with pytest.raises(BucketError, match="other is preparing this store"), Lease(lock, "preparing this store"):
+        pass
+    assert pauses[0] > RENEW_S
+    clock.sleep = pauses.append  # nobody renews
+    with Lease(lock, "preparing this store"):
+        assert json.loads(lock.read_bytes())["owner"] != "other"
+    assert not lock.exists()
+
+
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True)
 def test_of_two_that_take_over_a_stale_lease_one_wins(place, monkeypatch):
-    lock, wins, written = place / "lock", [], threading.Barrier(2)
+    lock, wins = place / "lock", []
+    read, written = threading.Barrier(2, timeout=30.0), threading.Barrier(2, timeout=30.0)
     monkeypatch.setattr("octfm.io.lease.STALE_S", 0.0)
+    monkeypatch.setattr("octfm.io.lease.WATCH_S", 0.0)
     monkeypatch.setattr("octfm.io.lease.SETTLE_S", 3.0)  # longer than a busy server needs for a write
-    write = bucket.write
+    write, is_stale = bucket.write, Lease._is_stale
+
+    def found_by_both(lease: Lease, found: dict) -> bool:
+        stale = is_stale(lease, found)
+        read.wait()
+        return stale
 
     def at_once(*args, **options):
         """Both have read the stale lease; the one writes and reads it before the other writes."""
@@ -817,6 +848,7 @@ def test_of_two_that_take_over_a_stale_lease_one_wins(place, monkeypatch):
 
     bucket.write(str(lock), b'{"owner": "killed", "renewed": 0.0}')
     monkeypatch.setattr(bucket, "write", at_once)
+    monkeypatch.setattr(Lease, "_is_stale", found_by_both)
     both = [threading.Thread(target=claim, name=name) for name in ("early", "late")]
     for thread in both:
         thread.start()
@@ -836,6 +868,7 @@ def test_a_lease_read_while_another_writes_it_is_not_taken_back(place, monkeypat
     """Found as a test that waited for ever: the first owner read half an object and wrote its own name over it."""
     lock = place / "lock"
     monkeypatch.setattr("octfm.io.lease.STALE_S", 0.0)
+    monkeypatch.setattr("octfm.io.lease.WATCH_S", 0.0)
     monkeypatch.setattr("octfm.io.lease.SETTLE_S", 0.1)
     with Lease(lock, "preparing this store") as first, Lease(lock, "preparing this store"):
         monkeypatch.setattr("octfm.io.lease.RENEW_S", 0.05)

@@ -2,6 +2,7 @@
 not been there."""
 
 import copy
+import errno
 import os
 import pickle
 import signal
@@ -120,6 +121,27 @@ def test_a_child_that_ends_as_it_starts_is_named_with_advice_that_helps(monkeypa
     monkeypatch.setattr(isolation, "_START", f"import os; {ends}")
     with pytest.raises(ConfigError, match=said):
         isolation._Child(2**30)
+
+
+@pytest.mark.parametrize(("number", "said"), [(errno.EAGAIN, "ulimit -u"), (errno.ENOMEM, "; free memory")])
+def test_a_child_that_the_system_refuses_is_not_taken_for_an_error_of_writing(monkeypatch, number, said):
+    """octfm prepare said that writing the store had failed."""
+
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(ConfigError, match=f"did not start: {os.strerror(number)}.*{said}"):
+        isolation._Child(2**30)
+
+
+def test_a_child_that_may_start_no_thread_says_so_without_a_traceback(monkeypatch, capfd):
+    refused = 'import threading\ndef refuse(*_): raise RuntimeError("can\'t start new thread")\n'
+    refused += "threading._start_new_thread = refuse"
+    monkeypatch.setattr(isolation, "_START", f"{refused}\n{isolation._START}")
+    with pytest.raises(ConfigError, match="did not start: can't start new thread; raise the limit"):
+        isolation._Child(2**30)
+    assert not capfd.readouterr().err
 
 
 def test_a_child_leaves_it_to_its_parent_what_a_signal_to_the_whole_group_ends():

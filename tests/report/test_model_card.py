@@ -212,6 +212,14 @@ def test_a_difference_that_holm_rejects_is_listed_as_inconclusive(tmp_path):
     assert "Some comparisons with the baselines are inconclusive: disease." in model_card(run)
 
 
+@pytest.mark.parametrize("jump_s", [0.0, -86400.0, 3.15e8])
+def test_the_time_of_training_survives_a_clock_that_jumps(tmp_path, jump_s):
+    run = write_run(tmp_path)
+    rows = [{"kind": "train", "step": n, "time": 1.8e9 + 60.0 * n + (jump_s if n > 4 else 0)} for n in range(10)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+    assert "About 10 min of training" in model_card(run)
+
+
 def test_words_from_outside_open_no_element_and_end_no_cell(tmp_path):
     attack = "<img src=x onerror=alert(1)>|a\n\n# heading"
     run = write_run(tmp_path, figures=False)

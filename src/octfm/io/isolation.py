@@ -8,6 +8,7 @@ files: a json.py there would replace Python's.
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import pickle
@@ -33,6 +34,10 @@ IDLE_S = 30.0
 """An idle child exits after this long, which frees its memory."""
 
 _START_S = 120.0
+_FREE_MEMORY = "free memory, or choose fewer workers"
+_RAISE_LIMIT = (
+    "raise the limit of processes or files (ulimit -u, ulimit -n, or that of the container), or choose fewer workers"
+)
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "BLIS", "NUMEXPR", "VECLIB_MAXIMUM")}
 _HEAD = struct.Struct("<Q")
 _OF_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -137,6 +142,9 @@ class _Child:
             self._process = subprocess.Popen(
                 start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
             )
+        except OSError as error:  # not to be taken for an error of a file that is written meanwhile
+            advice = _FREE_MEMORY if error.errno == errno.ENOMEM else _RAISE_LIMIT
+            raise _not_started(f"{error.strerror}; {advice}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert self._process.stdin and self._process.stdout
@@ -144,12 +152,17 @@ class _Child:
         self._poll = select.poll()
         self._poll.register(self._replies, select.POLLIN)
         self._buffer = bytearray()
-        if isinstance(ready := self.receive(_START_S), Lost):
+        try:
+            ready = self.receive(_START_S)
+        except RuntimeError as error:  # Python's, if the system refuses a thread
+            self.kill()
+            raise _not_started(f"{error}; {_RAISE_LIMIT}") from error
+        if isinstance(ready, Lost):
             advice = {
-                "decoder_memory": "free memory, or choose fewer workers",
+                "decoder_memory": _FREE_MEMORY,
                 "decoder_timeout": "the machine is too busy, or its disk too slow; run it again",
             }.get(ready.code, "see the lines above this one, if there are any")
-            raise ConfigError(f"a child process for reading files did not start: it {ready.what}; {advice}")
+            raise _not_started(f"it {ready.what}; {advice}")
 
     def send(self, function: Callable, items: Sequence) -> None:
         self.waiting = False
@@ -234,6 +247,10 @@ class _Child:
             self._process.stdout.close()
 
 
+def _not_started(why: str) -> ConfigError:
+    return ConfigError(f"a child process for reading files did not start: {why}")
+
+
 _idle: list[_Child] = []
 _lock = threading.Lock()
 atexit.register(release)
@@ -304,7 +321,11 @@ def serve(parent: int, memory: int) -> None:
     for number in _OF_GROUP:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUP)
-    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
+    try:
+        threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
+    except RuntimeError as error:
+        _answer(replies, error, None)
+        return
     _limit(memory)
     _answer(replies, None, True)
     # Each request follows the answers to the one before, so none waits in the buffer of `requests`.

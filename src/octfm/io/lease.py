@@ -3,7 +3,8 @@
 A lock on a disk is released when its process dies; a bucket has nothing like that. So the owner renews the lease every
 RENEW_S, a lease not renewed for STALE_S may be taken over, and an owner that finds another name in it stops writing. If
 two processes claim it at the same moment, endpoints with conditional requests (S3, GCS) let only one begin; with others
-the second to write wins, and the first notices at its next renewal.
+the second to write wins, and the first notices at its next renewal. Clocks decide only that a lease is fresh: one that
+looks stale is watched for WATCH_S before it is taken over.
 """
 
 import json
@@ -18,9 +19,13 @@ from typing import Any, Self
 from octfm.errors import BucketError, OctfmError
 from octfm.io import bucket
 from octfm.io.location import BucketPath, Location, lock
+from octfm.io.progress import say
 
 RENEW_S = 30.0
 STALE_S = 180.0
+WATCH_S = 45.0
+"""Seconds to watch a lease that looks stale before it is taken over: a live owner renews it meanwhile, whatever its
+clock says."""
 SETTLE_S = 3.0
 """Seconds to wait after taking over a stale lease: others that found the same one have written theirs by then."""
 
@@ -50,8 +55,10 @@ class Lease:
         self._end, self.lost = threading.Event(), False
 
     def __enter__(self) -> Self:
-        if found := self._read():
-            self._take_over(found)
+        if (found := self._read()) and self._is_stale(found):
+            bucket.write(self._uri, self._content())
+            # Unlike a new lease, it may be taken by several: the last to write keeps it, as `_expect_mine` finds.
+            time.sleep(SETTLE_S)
         else:
             with suppress(FileExistsError):  # another process was faster, as _expect_mine will find
                 bucket.write(self._uri, self._content(), create=True)
@@ -74,18 +81,20 @@ class Lease:
                 f"{self._uri}: another process has taken over {self._purpose}; this one stops, so that only one writes"
             )
 
-    def _take_over(self, found: dict) -> None:
-        """Take over a stale lease; its age compares the clocks of two machines, assumed to agree within a minute."""
-        renewed = found.get("renewed", 0.0)
-        if time.time() - renewed < STALE_S:
-            raise BucketError(
-                f"{self._uri}: {found.get('owner', 'another process')} is {self._purpose}; wait for it or stop it. "
-                f"If it was killed, the same command works {STALE_S:.0f} s after its last renewal, "
-                "or once this object is deleted"
-            )
-        bucket.write(self._uri, self._content())
-        # Unlike a new lease, it may be taken by several: the last to write keeps it, as `_expect_mine` finds.
-        time.sleep(SETTLE_S)
+    def _is_stale(self, found: dict) -> bool:
+        """Whether this lease may be taken over; False if it has been deleted. Raises BucketError if it is fresh."""
+        # The age compares the clocks of two machines, either of which may jump or be wrong by years.
+        if abs(time.time() - found.get("renewed", 0.0)) >= STALE_S:
+            say(f"{self._uri}: {found.get('owner', 'another process')} seems gone; watching for {WATCH_S:.0f} s")
+            time.sleep(WATCH_S)
+            if (now := self._read()) in (found, {}):
+                return now == found
+            found = now
+        raise BucketError(
+            f"{self._uri}: {found.get('owner', 'another process')} is {self._purpose}; wait for it or stop it. "
+            f"If it was killed, the same command works {STALE_S:.0f} s after its last renewal, "
+            "or once this object is deleted"
+        )
 
     def _expect_mine(self) -> None:
         if (owner := self._read().get("owner")) != self._owner:

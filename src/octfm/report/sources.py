@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,14 @@ def series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarra
     points = [(number(row.get("step")) + 1, number(row.get(name))) for row in rows]
     kept = [(step, value) for step, value in points if np.isfinite(step) and np.isfinite(value)]
     return np.array([s for s, _ in kept]), np.array([v for _, v in kept])
+
+
+def seconds_per_step(rows: list[dict[str, Any]]) -> float | None:
+    """Median pace of logged steps, which a pause or a clock that was set hardly changes; None if it is not known."""
+    at = zip(*series(rows, "time"), strict=True)
+    # Without those over which the clock was set back.
+    paces = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(at) if b[0] > a[0] and b[1] >= a[1]]
+    return float(np.median(paces)) if paces else None
 
 
 def _outdated(probe: dict[str, Any] | None, run: Path) -> str:

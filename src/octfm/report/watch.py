@@ -2,7 +2,6 @@
 
 import time
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from octfm.display import duration
 from octfm.errors import ConfigError, one_line, shown
 from octfm.io import bucket_cache
 from octfm.io.location import BucketPath, Location, location
-from octfm.report.sources import number, require_pretraining, series
+from octfm.report.sources import require_pretraining, seconds_per_step, series
 from octfm.report.words import checkpoint_advice, latest_health
 from octfm.run.tracking import read_metrics
 
@@ -91,10 +90,9 @@ def stopped(rows: list[dict[str, Any]]) -> bool:
 
 def seconds_left(rows: list[dict[str, Any]], steps: int) -> float | None:
     """Remaining time at the median pace of the last twenty logged steps, which a pause hardly changes; or None."""
-    at = [(int(row["step"]), number(row.get("time"))) for row in rows if row["kind"] == "train"][-20:]
-    # Without those over which the clock was set back.
-    paces = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(at) if b[0] > a[0] and b[1] >= a[1]]
-    return float(np.median(paces)) * max(0, steps - 1 - at[-1][0]) if paces else None
+    logged = [row for row in rows if row["kind"] == "train"][-20:]
+    pace = seconds_per_step(logged)
+    return None if pace is None else pace * max(0, steps - 1 - int(logged[-1]["step"]))
 
 
 def sparkline(values: np.ndarray) -> str:

@@ -20,7 +20,7 @@ from octfm.report import words
 from octfm.report.card.paper import bibtex, by, setting, shareable_run
 from octfm.report.participants import by_split, characteristics, flow, tested
 from octfm.report.shareable import NAME
-from octfm.report.sources import Sources, lookup, series
+from octfm.report.sources import Sources, lookup, seconds_per_step, series
 
 NOT_STATED = "not stated"
 HUB_LICENCES = ("apache-2.0", "mit", "bsd-3-clause", "gpl-3.0", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0",
@@ -247,8 +247,8 @@ def _training(sources: Sources) -> str:
     if environment := sources.record.get("environment"):
         machine = ", ".join(f"{key} {value}" for key, value in environment.items() if key != "precision")
         lines.append(f"Ran on {machine}.")
-    if len(times := series(sources.train, "time")[1]) > 1:
-        lines.append(f"{duration(times.max() - times.min())} between the first and the last logged step.")
+    if (pace := seconds_per_step(sources.train)) is not None:
+        lines.append(f"About {duration(pace * max(series(sources.train, 'step')[0]))} of training at its median pace.")
     lines.append("Health: " + words.health_line(sources))
     return "## Training\n\n" + " ".join(_text(line) for line in lines)
 
