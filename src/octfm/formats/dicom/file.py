@@ -5,10 +5,9 @@ Standard: DICOM PS3.5 (encoding), PS3.10 (files).
 
 import io
 import struct
-import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -28,6 +27,7 @@ from octfm.formats.dicom.pixels import (
 )
 from octfm.formats.reasons import cannot_open
 from octfm.io.archive import MAX_RATIO, RATIO_FROM_BYTES, open_file, split_uri
+from octfm.threads import Shared, ignoring_warnings
 from octfm.volume.volume import Shape3
 
 if TYPE_CHECKING:
@@ -112,15 +112,22 @@ def guarded(uri: str, whole: bool = False) -> Iterator[BinaryIO]:
         yield file
 
 
+def _without_validation() -> AbstractContextManager:
+    from pydicom.config import disable_value_validation
+
+    return disable_value_validation()
+
+
+_WITHOUT_VALIDATION = Shared(_without_validation)
+
+
 @contextmanager
 def refusing_damage(uri: str) -> Iterator[None]:
     """Convert what pydicom raises on damaged input, while parsing or at first access to a value, to ReadError, and
     silence its warnings: they quote values of the file. What matters in them is checked here and has a code."""
-    from pydicom.config import disable_value_validation
-
     damaged = _damage()
     try:
-        with disable_value_validation(), warnings.catch_warnings(action="ignore"):
+        with _WITHOUT_VALIDATION(), ignoring_warnings():
             yield
     except OSError as error:
         raise cannot_open(uri, error) from None
