@@ -72,6 +72,18 @@ def test_the_child_that_is_kept_is_the_one_used_last():
     assert after == before
 
 
+def test_children_that_ended_while_idle_do_not_stay_as_zombies():
+    release()
+    at_once = [each(who, range(2), SHORT, lambda _: 60) for _ in range(2)]
+    for found in (*zip(*at_once, strict=True),):  # each borrows a child of its own
+        assert len(found) == 2
+    ended, _ = isolation._idle
+    ended.idle_since -= isolation.IDLE_S
+    run(who, [0])
+    assert ended.ended
+    assert ended not in isolation._idle
+
+
 def test_a_child_learns_what_was_set_after_it_started(monkeypatch):
     """Credentials of a bucket, for one."""
     run(os.getenv, ["OCTFM_TEST"])

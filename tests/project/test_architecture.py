@@ -13,6 +13,7 @@ ORDER = (
         "addresses",
         "config",
         "version",
+        "threads",
         "display",
         "io",
         "volume",

@@ -19,6 +19,7 @@ from octfm.io.parquet import from_parquet, to_parquet
 from octfm.io.progress import Progress
 from octfm.run.bucket import local_run
 from octfm.run.checkpoint_files import before_newest, named_in
+from octfm.run.runtime import torch_threads
 from octfm.store.layout import Arrays
 from octfm.store.store import Store
 from octfm.volume.preprocessing import Preprocessing
@@ -282,19 +283,15 @@ def _in_batches(
             for rows, arrays in _read_ahead(store, batches):
                 progress.advance(fill(rows, arrays))
             return vectors
-        of_torch = torch.get_num_threads()
-        torch.set_num_threads(max(1, of_torch // threads))
-        try:
-            with ThreadPoolExecutor(threads, "octfm-embed") as pool:
-                waiting: deque[Future[int]] = deque()
-                for rows in batches:
-                    waiting.append(pool.submit(fill, rows, store.read(rows)))
-                    if len(waiting) > threads:
-                        progress.advance(waiting.popleft().result())
-                for done in waiting:
-                    progress.advance(done.result())
-        finally:
-            torch.set_num_threads(of_torch)
+        share = max(1, torch.get_num_threads() // threads)
+        with torch_threads(share), ThreadPoolExecutor(threads, "octfm-embed") as pool:
+            waiting: deque[Future[int]] = deque()
+            for rows in batches:
+                waiting.append(pool.submit(fill, rows, store.read(rows)))
+                if len(waiting) > threads:
+                    progress.advance(waiting.popleft().result())
+            for done in waiting:
+                progress.advance(done.result())
     return vectors
 
 

@@ -14,7 +14,6 @@ Batch and number of tokens are dynamic. The graph cuts and normalises patches it
 import contextlib
 import io
 import logging
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from octfm.errors import EvaluationError
 from octfm.models.heads import TaskHead
 from octfm.models.pooling import VectorPool
 from octfm.models.vit3d import normalise, take_patches
+from octfm.threads import ignoring_warnings
 
 TOLERANCE = 1e-4
 """Largest allowed difference in an output, relative to its largest magnitude if that is above 1."""
@@ -154,8 +154,7 @@ def _silent() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with ignoring_warnings(), contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         log.setLevel(level)

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import re
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from html import unescape
@@ -17,6 +16,7 @@ from octfm.errors import ReadError
 from octfm.formats.bscans import Bscans, check_size, uid_of
 from octfm.formats.names import may_be_labels
 from octfm.io.archive import open_file
+from octfm.threads import ignoring_warnings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -228,7 +228,7 @@ def _opened(file, uri: str, formats: tuple[str, ...] = ("PNG", "TIFF", "BMP", "J
 
     file.seek(0)
     try:
-        with warnings.catch_warnings(action="ignore"), Image.open(file, formats=formats) as image:
+        with ignoring_warnings(), Image.open(file, formats=formats) as image:
             yield image
     except Image.DecompressionBombError:
         raise ReadError("absurd_size", f"{uri}: more pixels than any B-scan has; fetch or export it again") from None

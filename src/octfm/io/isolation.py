@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from octfm.errors import ConfigError
 from octfm.io.heap import ENVIRONMENT
+from octfm.threads import held_while_forking
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -252,23 +253,23 @@ def _not_started(why: str) -> ConfigError:
 
 
 _idle: list[_Child] = []
-_lock = threading.Lock()
+_lock = held_while_forking(threading.Lock())
 atexit.register(release)
 # A forked process must not share the pipes of its parent's children.
 os.register_at_fork(after_in_child=_idle.clear)
 
 
 def _borrow(memory: int) -> _Child:
-    while True:
-        with _lock:
-            child = next((child for child in reversed(_idle) if child.memory == memory), None)
-            if child is None:
-                break
-            _idle.remove(child)
-        if child.usable():
-            return child
+    with _lock:
+        # All of them, not only the one that is taken: those that ended by themselves would stay as zombies, with pipes.
+        unusable = [child for child in _idle if not child.usable()]
+        _idle[:] = [child for child in _idle if child not in unusable]
+        taken = next((child for child in reversed(_idle) if child.memory == memory), None)
+        if taken is not None:
+            _idle.remove(taken)
+    for child in unusable:
         child.kill()
-    return _Child(memory)
+    return taken or _Child(memory)
 
 
 def _give_back(child: _Child) -> None:

@@ -4,17 +4,15 @@ The classic search runs first: it registers the B-scans, and its surfaces stay, 
 is unsure. benchmarks/bands.py compares both.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from octfm.errors import CheckpointError
 from octfm.layers.finder import LayerFinder, load_finder
 from octfm.layers.verdict import SEEN, own_error_um
 from octfm.models.layer_net import SURFACES
+from octfm.run.runtime import torch_threads
 from octfm.volume.preprocessing import Preprocessing
 from octfm.volume.surface import between_bscans, bowl, median_of_bscans
 from octfm.volume.tissue import COARSE_MM, MARGIN_MM, Tissue, find_fovea, searched_bscans
@@ -84,7 +82,7 @@ def _find(finder: LayerFinder, voxels_DHW: np.ndarray | Planes, at: np.ndarray, 
     """What the network finds in the B-scans `at`: one after the other, so that a worker needs memory for one only, and
     with one thread, so that the result does not depend on the number of threads."""
     surfaces_only = LayerFinder(finder.network, finder.name, finder.digest, masks=())
-    with _one_thread():
+    with torch_threads(1):
         found = [
             surfaces_only.find(Volume(np.ascontiguousarray(voxels_DHW[bscan])[None], spacing_mm, layout="line"))
             for bscan in at
@@ -95,16 +93,6 @@ def _find(finder: LayerFinder, voxels_DHW: np.ndarray | Planes, at: np.ndarray, 
         present=np.concatenate([layers.present for layers in found]),
         error_um=np.concatenate([own_error_um(layers) for layers in found]),
     )
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def retina(found: Found, at: np.ndarray, height: int, spacing_mm: Spacing3, classic: Tissue) -> Tissue:

@@ -2,7 +2,6 @@
 
 import io
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from octfm.display import drawing, interval, readable
 from octfm.errors import one_line
 from octfm.report.sources import Sources, lookup, number, series
 from octfm.report.words import METRICS, objective, probed, short
+from octfm.threads import ignoring_warnings
 
 # Okabe & Ito's colour-blind-safe palette; the page's style sheet brightens it on dark backgrounds.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
@@ -526,9 +526,8 @@ def to_svg(figure: Figure, alt: str) -> str:
     """A figure of `canvas` or `panels` as an <svg> element: ids unique on the page, colours as CSS variables, text in
     the page's font."""
     key, buffer = figure.get_label(), io.StringIO()
-    with warnings.catch_warnings():
-        # The page's font has them: matplotlib's own only measures the text.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+    # The page's font has them: matplotlib's own only measures the text.
+    with ignoring_warnings("Glyph .* missing from font"):
         # Without a date, equal data give equal bytes.
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -28,6 +29,7 @@ from octfm.errors import ConfigError, OctfmError, TrainingError, reason_of
 from octfm.io.ranks import rank, world_size
 from octfm.run.memory import host_bytes_at_peak, host_bytes_available
 from octfm.run.optimizers import CompiledAdamW, ShardedAdamW
+from octfm.threads import held_while_forking
 
 if dist.is_available():
     # Defaults of its functions are the group of all ranks at its import. torch imports it when it needs it, after the
@@ -87,6 +89,27 @@ def torch_defaults() -> Iterator[None]:
         undo.enter_context(torch.inference_mode(False))
         undo.enter_context(torch.enable_grad())
         yield
+
+
+_THREADS = held_while_forking(threading.Lock())
+_usual_threads: list[int] = []
+"""For every thread inside `torch_threads`, the number to restore."""
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """torch with so many threads in the calling one. A thread that starts meanwhile begins with that number too, so
+    that those inside together restore what the first of them found."""
+    with _THREADS:
+        before = _usual_threads[0] if _usual_threads else torch.get_num_threads()
+        _usual_threads.append(before)
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        with _THREADS:
+            _usual_threads.pop()
+            torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, eq=False)

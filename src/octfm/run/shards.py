@@ -8,7 +8,6 @@ of ranks can read it, a single one as well.
 import json
 import pickle
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum, EnumMeta
@@ -25,6 +24,7 @@ from octfm.run.checkpoint_files import SHARDS as SUFFIX
 from octfm.run.checkpoint_files import former_of, name_of
 from octfm.run.runtime import Runtime
 from octfm.run.weights_file import read_torch, write_torch
+from octfm.threads import ignoring_warnings
 
 REST, MANIFEST = "rest.pt", "manifest.json"
 INDEX = ".metadata"
@@ -164,9 +164,8 @@ def _read(path: Path, tensors: dict[str, Tensor], runtime: Runtime | None) -> di
     import torch.distributed.checkpoint as dcp
 
     group = runtime.background if runtime is not None else None
-    with warnings.catch_warnings():
-        # A single process reads, as intended.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    # A single process reads, as intended.
+    with ignoring_warnings("torch.distributed is disabled"):
         dcp.load(tensors, storage_reader=_reader(path), process_group=group, no_dist=runtime is None)
     return tensors
 

@@ -5,7 +5,6 @@ import errno
 import pickle
 import re
 import struct
-import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octfm.errors import CheckpointError
+from octfm.threads import ignoring_warnings
 
 DAMAGE = (
     *(zipfile.BadZipFile, pickle.UnpicklingError, struct.error, EOFError, RuntimeError),
@@ -25,9 +25,8 @@ DAMAGE = (
 
 def read_torch(path: Path, **options: Any) -> Any:
     """The content of a torch file: tensors and plain values only. Raises OSError, and DAMAGE for anything else."""
-    with warnings.catch_warnings():
-        # Of a plain pickle and of a TorchScript archive, which are refused.
-        warnings.filterwarnings("ignore", message="Detected pickle protocol|.*looks like a TorchScript archive")
+    # Of a plain pickle and of a TorchScript archive, which are refused.
+    with ignoring_warnings("Detected pickle protocol|.*looks like a TorchScript archive"):
         return torch.load(path, map_location="cpu", weights_only=True, **options)
 
 

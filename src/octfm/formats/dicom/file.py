@@ -5,11 +5,9 @@ Standard: DICOM PS3.5 (encoding), PS3.10 (files).
 
 import io
 import struct
-import threading
-import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -29,6 +27,7 @@ from octfm.formats.dicom.pixels import (
 )
 from octfm.formats.reasons import cannot_open
 from octfm.io.archive import MAX_RATIO, RATIO_FROM_BYTES, open_file, split_uri
+from octfm.threads import Shared, ignoring_warnings
 from octfm.volume.volume import Shape3
 
 if TYPE_CHECKING:
@@ -113,13 +112,22 @@ def guarded(uri: str, whole: bool = False) -> Iterator[BinaryIO]:
         yield file
 
 
+def _without_validation() -> AbstractContextManager:
+    from pydicom.config import disable_value_validation
+
+    return disable_value_validation()
+
+
+_WITHOUT_VALIDATION = Shared(_without_validation)
+
+
 @contextmanager
 def refusing_damage(uri: str) -> Iterator[None]:
     """Convert what pydicom raises on damaged input, while parsing or at first access to a value, to ReadError, and
     silence its warnings: they quote values of the file. What matters in them is checked here and has a code."""
     damaged = _damage()
     try:
-        with _SILENCE:
+        with _WITHOUT_VALIDATION(), ignoring_warnings():
             yield
     except OSError as error:
         raise cannot_open(uri, error) from None
@@ -128,32 +136,6 @@ def refusing_damage(uri: str) -> Iterator[None]:
         raise ReadError(
             "unreadable", f"{uri}: the DICOM header cannot be parsed ({type(error).__name__}); fetch it again"
         ) from None
-
-
-class _Silence:
-    """Silences pydicom and warnings while any thread reads. Both settings are of the whole process: threads that each
-    restored what they had found would leave them off for good, also for files that the program writes."""
-
-    def __init__(self) -> None:
-        self._lock, self._readers, self._undo = threading.Lock(), 0, ExitStack()
-
-    def __enter__(self) -> None:
-        from pydicom.config import disable_value_validation
-
-        with self._lock:
-            if not self._readers:
-                self._undo.enter_context(disable_value_validation())
-                self._undo.enter_context(warnings.catch_warnings(action="ignore"))
-            self._readers += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._readers -= 1
-            if not self._readers:
-                self._undo.close()
-
-
-_SILENCE = _Silence()
 
 
 def _damage() -> tuple[type[Exception], ...]:

@@ -1,0 +1,59 @@
+"""Change settings of the whole process for a while, from several threads at once.
+
+If each thread restored what it found, the last one could leave behind what another had set meanwhile.
+"""
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
+
+L = TypeVar("L", bound="threading.Lock | threading.RLock")
+
+
+def held_while_forking(lock: L) -> L:
+    """The lock, which is free in a forked process even if another thread holds it when the process forks."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return lock
+
+
+_lock = held_while_forking(threading.Lock())
+
+
+class Shared:
+    """A context that the first thread inside enters, and the last one leaves."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager]):
+        self._context, self._inside = context, 0
+        self._entered: AbstractContextManager | None = None
+
+    @contextmanager
+    def __call__(self, also: Callable[[], object] | None = None) -> Iterator[None]:
+        """`also` is called by every thread that enters; the context undoes it."""
+        with _lock:
+            if self._entered is None:
+                entered = self._context()
+                entered.__enter__()
+                self._entered = entered
+            self._inside += 1
+            if also is not None:
+                also()
+        try:
+            yield
+        finally:
+            with _lock:
+                self._inside -= 1
+                if not self._inside and self._entered is not None:
+                    self._entered.__exit__(None, None, None)
+                    self._entered = None
+
+
+_WARNINGS = Shared(warnings.catch_warnings)
+
+
+def ignoring_warnings(message: str = "") -> AbstractContextManager[None]:
+    """Ignore warnings that begin with a regular expression, by default all of them, in every thread meanwhile."""
+    return _WARNINGS(lambda: warnings.filterwarnings("ignore", message))

@@ -1,0 +1,111 @@
+"""What octfm changes in the whole process for a while is as before once every thread has left, in any order."""
+
+import os
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import matplotlib as mpl
+import pydicom.config
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octfm.display import drawing
+from octfm.formats.dicom.file import refusing_damage
+from octfm.run.runtime import torch_threads
+from octfm.threads import held_while_forking, ignoring_warnings
+
+
+def of_a_new_thread(found):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(found).result()
+
+
+def validation():
+    return pydicom.config.settings.reading_validation_mode, pydicom.config.settings.writing_validation_mode
+
+
+@given(st.permutations(range(4)))
+def test_warnings_and_checks_of_pydicom_are_as_before_in_whatever_order_readers_end(order):
+    readers = [lambda: refusing_damage("scan.dcm"), ignoring_warnings, lambda: ignoring_warnings("Glyph")] * 2
+    before = list(warnings.filters), validation()
+    undo = [ExitStack() for _ in order]
+    for stack, reader in zip(undo, readers, strict=False):
+        stack.enter_context(reader())
+    for place in order[:-1]:
+        undo[place].close()
+    if order[-1] in (0, 3):  # the last one is still reading, whoever has left
+        assert validation() == (pydicom.config.IGNORE, pydicom.config.IGNORE)
+    if order[-1] != 2:
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.warn("a name", stacklevel=1)
+        assert not shown
+    undo[order[-1]].close()
+    assert (list(warnings.filters), validation()) == before
+
+
+@given(st.permutations(range(3)))
+def test_new_threads_of_torch_have_as_many_threads_as_before_in_whatever_order_others_end(order):
+    ends, entered, counts = [threading.Event() for _ in order], threading.Semaphore(0), []
+
+    def work(end):
+        with torch_threads(1):
+            counts.append(torch.get_num_threads())
+            entered.release()
+            end.wait()
+        counts.append(torch.get_num_threads())
+
+    own = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        threads = [threading.Thread(target=work, args=(end,)) for end in ends]
+        for thread in threads:
+            thread.start()
+            entered.acquire()
+        for place in order:
+            ends[place].set()
+            threads[place].join()
+        assert of_a_new_thread(torch.get_num_threads) == torch.get_num_threads() == 3
+        assert counts == [1, 1, 1, 3, 3, 3]
+    finally:
+        torch.set_num_threads(own)
+
+
+def test_pictures_drawn_in_threads_leave_the_style_of_matplotlib():
+    before = dict(mpl.rcParams)
+    gate = threading.Barrier(2, timeout=0.05)
+
+    def draw(_):
+        with drawing({"font.size": 7.5}):
+            try:
+                gate.wait()  # both inside at once: never
+            except threading.BrokenBarrierError:
+                return False
+            return True
+
+    with ThreadPoolExecutor(2) as pool:
+        assert not any(pool.map(draw, range(2)))
+    assert dict(mpl.rcParams) == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_a_process_forked_while_another_thread_holds_a_lock_can_take_it():
+    lock, held = held_while_forking(threading.Lock()), threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    if (child := os.fork()) == 0:
+        os._exit(not lock.acquire(timeout=0.2))
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
