@@ -10,7 +10,7 @@ import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from enum import Enum, EnumMeta
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +216,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index of tensors")
 
 
-def _member(of: Any, name: Any) -> Enum:
+def _member(of: Any, name: Any) -> Any:
     if not (isinstance(of, EnumMeta) and isinstance(name, str) and name in of.__members__):
         raise pickle.UnpicklingError("getattr of anything but an Enum does not belong into an index of tensors")
     return of.__members__[name]
