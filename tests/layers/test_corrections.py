@@ -196,6 +196,11 @@ def test_a_page_shows_ranges_and_compares_once_there_is_a_correction(browser, tm
         ["centre, µm", centre, f"{low:.0f} to {high:.0f}"],
     ]
     assert "synthetic-calibrated range; it promises nothing for real eyes" in note_of(browser)
+    browser.js("document.querySelector('[data-part=\"numbers\"]').closest('.scroll').focus()")
+    before = browser.js("document.querySelector('[data-part=\"number\"]').textContent")
+    browser.key("ArrowDown")
+    after = browser.js("document.querySelector('[data-part=\"number\"]').textContent")
+    assert after != before, "a table that was clicked takes no key that it does not need"
     browser.key("e")
     browser.key("u", shift=True)
     head, row = browser.js(shown)

@@ -164,6 +164,8 @@ def test_lines_and_areas_next_to_each_other_differ_with_every_vision(vision):
         colours = [FOUND_COLOURS[name] for name in names]
         assert min(difference(a, b, vision) for a, b in pairwise(colours)) > 30
         assert min(difference(a, b, vision) for a, b in combinations(colours, 2)) > 19
+    fluid = FOUND_COLOURS["intraretinal_fluid"]
+    assert min(difference(fluid, FOUND_COLOURS[name], vision) for name in SURFACES) > 19, "fluid reaches every line"
 
 
 def test_lines_of_a_small_picture_keep_their_colours():
@@ -180,4 +182,4 @@ def test_a_contact_sheet_says_why_numbers_are_missing_and_what_colours_mean(tmp_
     page = sheet.write([row(found_in(1), "line.dcm")]).read_text()
     assert_accessible(page)
     assert "line.dcm<br>no zones: a single B-scan" in page
-    assert "background: rgb(70, 110, 255)" in page and "intraretinal fluid</span>" in page
+    assert "background: rgb(30, 60, 255)" in page and "intraretinal fluid</span>" in page

@@ -24,7 +24,7 @@ from octfm.evaluation.scoring import HEADLINE, PLANNED
 from octfm.report.card.model_card import model_card
 from octfm.report.card.paper import methods, shareable_run
 from octfm.report.data_health import write_data_health
-from octfm.report.figures import canvas, efficiency_plots, overview_forest, to_svg, training_charts
+from octfm.report.figures import canvas, efficiency_plots, overview_forest, plain_ticks, to_svg, training_charts
 from octfm.report.html import summary_lines, write_report
 from octfm.report.images import example_pictures
 from octfm.report.overview import data_flow, next_step
@@ -734,6 +734,16 @@ def test_efficiency_plot_says_what_its_intervals_mean():
     assert "too few participants for intervals" in bare.caption and "95" not in bare.caption
     upper, lower = efficiency_plots([r | {"target": name} for name in ("DR", "dr") for r in rows])
     assert not set(re.findall(r' id="([^"]+)"', upper.svg)) & set(re.findall(r' id="([^"]+)"', lower.svg))
+
+
+@given(st.floats(-9, 6), st.floats(0.01, 12))
+def test_a_logarithmic_axis_has_between_two_and_eight_ticks(lowest, decades):
+    with canvas("wide", 3.4, 2.2) as (_, axes):
+        axes.set_yscale("log")
+        axes.set_ylim(10**lowest, 10 ** (lowest + decades))
+        plain_ticks(axes.yaxis)
+        low, high = axes.get_ylim()
+        assert 2 <= sum(low <= tick <= high for tick in axes.get_yticks()) <= 8
 
 
 def test_a_matplotlibrc_changes_no_chart():

@@ -615,6 +615,22 @@ def test_an_encoder_of_ones_own_is_ten_lines_and_its_mistakes_are_named(tmp_path
             load_external(spec)
 
 
+@pytest.mark.parametrize("first", ["import tools_beside", "pass"], ids=["both import it", "only the second does"])
+def test_files_of_two_folders_never_share_a_module_of_one_name(first, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name, line in {"a": first, "b": "import tools_beside"}.items():
+        (folder := tmp_path / name).mkdir()
+        (folder / "tools_beside.py").write_text("")
+        (folder / "own.py").write_text(f"{line}\ndef of_{name}():\n    return len\n")
+    try:
+        load_external(f"{tmp_path}/a/own.py:of_a")
+        load_external(f"{tmp_path}/a/own.py:of_a")
+        with pytest.raises(EvaluationError, match=r"module tools_beside would be .*a/tools_beside.py.*; rename one"):
+            load_external(f"{tmp_path}/b/own.py:of_b")
+    finally:
+        sys.modules.pop("tools_beside", None)
+
+
 def test_the_tissue_map_knows_the_thickness_and_no_voxel(tmp_path):
     def thicker(index, prepared):
         band = prepared.band.copy()

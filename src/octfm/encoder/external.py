@@ -32,6 +32,8 @@ from octfm.store.store import Store
 Embed = Callable[[np.ndarray], np.ndarray]
 _ANY = (Exception, SystemExit)
 """What a user's code may raise. With SystemExit, as of a script written to be run, octfm would end as if done."""
+_FOLDERS: set[Path] = set()
+"""Folders of the files loaded so far."""
 
 
 def load_external(spec: str) -> tuple[str, Embed]:
@@ -43,7 +45,8 @@ def load_external(spec: str) -> tuple[str, Embed]:
     where, colon, function = spec.rpartition(":")
     if not colon or not where or not function.isidentifier():
         raise EvaluationError(f"--external: expected FILE.py:FUNCTION or module:FUNCTION, got {spec!r}")
-    module = _from_file(local_path(where), spec) if where.endswith(".py") else _by_name(where, spec)
+    path = local_path(where) if where.endswith(".py") else None
+    module = _from_file(path, spec) if path else _by_name(where, spec)
     make = getattr(module, function, None)
     if not callable(make):
         own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
@@ -53,6 +56,8 @@ def load_external(spec: str) -> tuple[str, Embed]:
         embed: Any = make()
     except _ANY as error:
         raise EvaluationError(f"--external {spec}: {function}() failed: {type(error).__name__}: {error}") from error
+    if path:
+        _refuse_modules_of_another_file(path.absolute().parent, spec)
     if not callable(embed):
         raise EvaluationError(
             f"--external {spec}: {function}() must return a function of voxels [B, D, H, W], got {type(embed).__name__}"
@@ -96,6 +101,19 @@ def _from_file(path: Path, spec: str) -> ModuleType:
     except _ANY as error:
         raise EvaluationError(f"--external {spec}: {path} failed: {type(error).__name__}: {error}") from error
     return module
+
+
+def _refuse_modules_of_another_file(folder: Path, spec: str) -> None:
+    """Raise EvaluationError if Python took a module next to another file for the one of the same name in `folder`."""
+    _FOLDERS.add(folder)
+    for own in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
+        name = own.relative_to(folder).parts[0].removesuffix(".py")
+        taken = Path(getattr(sys.modules.get(name), "__file__", None) or own)
+        if any(taken in (other / f"{name}.py", other / name / "__init__.py") for other in _FOLDERS - {folder}):
+            raise EvaluationError(
+                f"--external {spec}: its module {name} would be {taken}, imported for another file; rename one of "
+                "the two modules"
+            )
 
 
 def _by_name(name: str, spec: str) -> ModuleType:

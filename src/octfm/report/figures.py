@@ -438,8 +438,12 @@ def _chart(
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Plain numbers on a logarithmic axis: exponents would be too small to read."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=4))
+    """Plain numbers on a logarithmic axis whose data are drawn: exponents would be too small to read."""
+    low, high = axis.get_view_interval()
+    decades = np.log10(high / low)
+    # With multiples, LogLocator draws no tick at all on five decades, and may draw a single one within a decade.
+    log_spaced = LogLocator(subs=(1, 2, 5) if decades < 2 else (1,), numticks=4)
+    axis.set_major_locator(log_spaced if decades > 1 else MaxNLocator(4))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_locator(NullLocator())
 

@@ -85,7 +85,7 @@
 
     // What its colours stand for.
     function scale(overlay) {
-      const two = overlay.low < 0, stops = data.colourMaps[two ? "diverging" : "sequential"], 
+      const two = overlay.low < 0, stops = data.colourMaps[two ? "diverging" : "sequential"],
         bar = Object.assign(document.createElement("span"), { className: "scale", role: "img", ariaLabel: "to" });
       bar.style.background = `linear-gradient(to right, ${stops.filter((_, i) => i % 7 === 0).map((c) => `rgb(${c})`).join(", ")})`;
       const around = Object.assign(document.createElement("span"), { className: "entry" });
@@ -355,7 +355,7 @@
     root.addEventListener("keydown", (event) => {
       if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "s" && hand?.key(event)) return;
       if (event.target.tagName === "INPUT" && event.target.type !== "checkbox" && event.target !== slider && event.target !== find("opacity")) return;
-      if (event.target.matches(".scroll") && event.key.startsWith("Arrow")) return; // scrolls a wide table
+      if (event.target.matches(".scroll") && event.target.scrollWidth > event.target.clientWidth && /^Arrow[LR]/.test(event.key)) return; // scrolls a wide table
       if (event.target.tagName !== "SELECT" && hand?.key(event)) return;
       if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT" || event.target === find("opacity")) return;
       const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;

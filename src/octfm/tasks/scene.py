@@ -49,7 +49,7 @@ FOUND_COLOURS: dict[str, Colour] = {
     "rpe_inner": (255, 255, 255),
     "rpe_peak": (90, 255, 120),
     "bm": (240, 70, 205),
-    "intraretinal_fluid": (70, 110, 255),
+    "intraretinal_fluid": (30, 60, 255),
     "subretinal_fluid": (0, 200, 255),
     "drusen": (225, 130, 0),
     "detachment": (255, 245, 40),
