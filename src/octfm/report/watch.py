@@ -49,7 +49,7 @@ def follow(metrics: Location) -> list[dict[str, Any]]:
 def watch(run: str | Location, *, once: bool = False, every_s: float = 2.0, console: "Console | None" = None) -> None:
     """Show the dashboard until the run finishes or stops itself, or until Ctrl-C; `once` prints it and returns. A run
     in a bucket is shown as of its last upload, which is fetched at most every BUCKET_S seconds. Raises EvaluationError
-    if `run` is no run folder of octfm pretrain."""
+    if `run` is no run folder of octfm pretrain, ConfigError if its config.yaml is damaged."""
     from rich.console import Console
     from rich.live import Live
 
