@@ -7,7 +7,6 @@ import base64
 import io
 import math
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octfm.errors import ConfigError, one_line
-from octfm.threads import held_while_forking
+from octfm.threads import OneAtATime
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -231,7 +230,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None 
     return pandas.DataFrame(list(rows), columns=None if columns is None else list(columns))
 
 
-_DRAWING = held_while_forking(threading.RLock())
+_DRAWING = OneAtATime()
 
 
 @contextmanager
@@ -240,7 +239,7 @@ def drawing(style: Mapping[Any, Any]) -> Iterator[None]:
     could make it call LaTeX. One thread at a time, since the style is the whole process's."""
     import matplotlib as mpl
 
-    with _DRAWING, mpl.rc_context():
+    with _DRAWING(), mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(style)
         yield

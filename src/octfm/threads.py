@@ -20,7 +20,28 @@ def held_while_forking(lock: L) -> L:
     return lock
 
 
-_lock = held_while_forking(threading.Lock())
+class OneAtATime:
+    """A context for one thread at a time, for long work; free in a forked process, whoever was inside.
+
+    A process may be forked meanwhile: if that waited, as `held_while_forking` does, it could hold a lock that the
+    thread inside needs, such as that of logging."""
+
+    def __init__(self) -> None:
+        self._renew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            yield
+
+
+# A generator that is inside may be closed by the garbage collector in a thread that already holds the lock.
+_lock = held_while_forking(threading.RLock())
 
 
 class Shared:
@@ -34,21 +55,22 @@ class Shared:
     def __call__(self, also: Callable[[], object] | None = None) -> Iterator[None]:
         """`also` is called by every thread that enters; the context undoes it."""
         with _lock:
-            if self._entered is None:
-                entered = self._context()
-                entered.__enter__()
-                self._entered = entered
             self._inside += 1
-            if also is not None:
-                also()
         try:
+            with _lock:
+                if self._entered is None:
+                    entered = self._context()
+                    entered.__enter__()
+                    self._entered = entered
+                if also is not None:
+                    also()
             yield
         finally:
             with _lock:
                 self._inside -= 1
                 if not self._inside and self._entered is not None:
-                    self._entered.__exit__(None, None, None)
-                    self._entered = None
+                    entered, self._entered = self._entered, None
+                    entered.__exit__(None, None, None)
 
 
 _WARNINGS = Shared(warnings.catch_warnings)

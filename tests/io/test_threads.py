@@ -1,12 +1,14 @@
 """What octfm changes in the whole process for a while is as before once every thread has left, in any order."""
 
 import os
+import re
+import signal
 import sys
 import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import matplotlib as mpl
 import pydicom.config
@@ -16,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octfm.display import drawing
+from octfm.encoder.onnx_graph import _silent
 from octfm.formats.dicom.file import refusing_damage
 from octfm.run.runtime import torch_threads
-from octfm.threads import held_while_forking, ignoring_warnings
+from octfm.threads import Shared, held_while_forking, ignoring_warnings
 
 
 def of_a_new_thread(found):
@@ -47,6 +50,31 @@ def test_warnings_and_checks_of_pydicom_are_as_before_in_whatever_order_readers_
         assert not shown
     undo[order[-1]].close()
     assert (list(warnings.filters), validation()) == before
+
+
+def test_a_reader_that_the_garbage_collector_closes_does_not_wait_for_its_own_thread():
+    """Its generator was suspended in a cycle; the collector may run while the same thread enters another context."""
+    before, abandoned, entered = list(warnings.filters), ignoring_warnings(), []
+
+    def collect():
+        with Shared(nullcontext)(lambda: abandoned.__exit__(None, None, None)):
+            entered.append(list(warnings.filters))
+
+    abandoned.__enter__()
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(0.5)
+    assert not thread.is_alive()
+    assert entered == [before]
+
+
+def test_a_context_that_fails_as_it_begins_is_left():
+    before = list(warnings.filters)
+    with pytest.raises(re.error), ignoring_warnings("("):
+        pass
+    with ignoring_warnings():
+        pass
+    assert list(warnings.filters) == before
 
 
 @given(st.permutations(range(3)))
@@ -91,6 +119,50 @@ def test_pictures_drawn_in_threads_leave_the_style_of_matplotlib():
     with ThreadPoolExecutor(2) as pool:
         assert not any(pool.map(draw, range(2)))
     assert dict(mpl.rcParams) == before
+
+
+@pytest.mark.parametrize("context", [lambda: drawing({}), _silent], ids=["drawing", "exporting"])
+def test_long_work_goes_on_in_one_thread_only(context):
+    inside, stdout, second = threading.Event(), sys.stdout, []
+
+    def enter():
+        with context():
+            second.append(inside.is_set())
+
+    thread = threading.Thread(target=enter)
+    with context():
+        inside.set()
+        thread.start()
+        thread.join(0.05)
+        inside.clear()
+    thread.join()
+    assert second == [False]
+    assert sys.stdout is stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+@pytest.mark.parametrize("context", [lambda: drawing({}), _silent], ids=["drawing", "exporting"])
+def test_a_process_forks_during_long_work_of_another_thread_and_can_do_it_too(context):
+    """The fork, which held the lock of logging, waited for a drawing that waited for that lock."""
+    inside, forked, in_time = threading.Event(), threading.Event(), []
+
+    def work():
+        with context():
+            inside.set()
+            in_time.append(forked.wait(0.5))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait()
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with context():
+            os._exit(0)
+    forked.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert in_time == [True]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")

@@ -27,7 +27,7 @@ from octfm.errors import EvaluationError
 from octfm.models.heads import TaskHead
 from octfm.models.pooling import VectorPool
 from octfm.models.vit3d import normalise, take_patches
-from octfm.threads import ignoring_warnings
+from octfm.threads import OneAtATime, ignoring_warnings
 
 TOLERANCE = 1e-4
 """Largest allowed difference in an output, relative to its largest magnitude if that is above 1."""
@@ -147,14 +147,18 @@ def _require_packages() -> None:
     assert onnx and onnxruntime and onnxscript
 
 
+_EXPORTING = OneAtATime()
+
+
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Silence the exporter, which reports operators of other libraries and its own deprecated calls."""
+    """Silence the exporter, which reports operators of other libraries and its own deprecated calls. One thread at a
+    time, since stdout and the level are the whole process's."""
     log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with ignoring_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with _EXPORTING(), ignoring_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        level = log.level
+        log.setLevel(logging.ERROR)
+        try:
             yield
-    finally:
-        log.setLevel(level)
+        finally:
+            log.setLevel(level)
