@@ -135,7 +135,15 @@ def test_a_child_that_ends_as_it_starts_is_named_with_advice_that_helps(monkeypa
         isolation._Child(2**30)
 
 
-@pytest.mark.parametrize(("number", "said"), [(errno.EAGAIN, "ulimit -u"), (errno.ENOMEM, "; free memory")])
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EAGAIN, "ulimit -u"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENOMEM, "; free memory"),
+        (errno.ENOENT, "reinst"),
+    ],
+)
 def test_a_child_that_the_system_refuses_is_not_taken_for_an_error_of_writing(monkeypatch, number, said):
     """octfm prepare said that writing the store had failed."""
 

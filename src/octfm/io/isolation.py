@@ -39,6 +39,7 @@ _FREE_MEMORY = "free memory, or choose fewer workers"
 _RAISE_LIMIT = (
     "raise the limit of processes or files (ulimit -u, ulimit -n, or that of the container), or choose fewer workers"
 )
+_ADVICE = {errno.ENOMEM: _FREE_MEMORY, **dict.fromkeys((errno.EAGAIN, errno.EMFILE, errno.ENFILE), _RAISE_LIMIT)}
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "BLIS", "NUMEXPR", "VECLIB_MAXIMUM")}
 _HEAD = struct.Struct("<Q")
 _OF_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -144,7 +145,7 @@ class _Child:
                 start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
             )
         except OSError as error:  # not to be taken for an error of a file that is written meanwhile
-            advice = _FREE_MEMORY if error.errno == errno.ENOMEM else _RAISE_LIMIT
+            advice = _ADVICE.get(error.errno or 0, f"check that {sys.executable} runs, or reinstall octfm")
             raise _not_started(f"{error.strerror}; {advice}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
