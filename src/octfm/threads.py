@@ -4,11 +4,12 @@ If each thread restored what it found, the last one could leave behind what anot
 """
 
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 L = TypeVar("L", bound="threading.Lock | threading.RLock")
 
@@ -52,8 +53,7 @@ class Shared:
         self._entered: AbstractContextManager | None = None
 
     @contextmanager
-    def __call__(self, also: Callable[[], object] | None = None) -> Iterator[None]:
-        """`also` is called by every thread that enters; the context undoes it."""
+    def __call__(self) -> Iterator[None]:
         with _lock:
             self._inside += 1
         try:
@@ -62,8 +62,6 @@ class Shared:
                     entered = self._context()
                     entered.__enter__()
                     self._entered = entered
-                if also is not None:
-                    also()
             yield
         finally:
             with _lock:
@@ -73,9 +71,33 @@ class Shared:
                     entered.__exit__(None, None, None)
 
 
-_WARNINGS = Shared(warnings.catch_warnings)
+class _Meanwhile:
+    """Stands for the regular expression in a filter of warnings, and matches nothing once `ended`."""
+
+    def __init__(self, message: str):
+        self._message, self.ended = re.compile(message, re.IGNORECASE), False
+
+    def match(self, text: str) -> bool:
+        return not self.ended and self._message.match(text) is not None
 
 
-def ignoring_warnings(message: str = "") -> AbstractContextManager[None]:
-    """Ignore warnings that begin with a regular expression, by default all of them, in every thread meanwhile."""
-    return _WARNINGS(lambda: warnings.filterwarnings("ignore", message))
+@contextmanager
+def ignoring_warnings(message: str = "") -> Iterator[None]:
+    """Ignore warnings that begin with a regular expression, by default all of them, in every thread meanwhile.
+
+    Not by catch_warnings, which restores a whole list of filters: if another thread uses it at the same time, as
+    libraries do, one of them would leave behind the filters of the other."""
+    meanwhile = _Meanwhile(message)
+    own = ("ignore", meanwhile, Warning, None, 0)
+    with _lock:
+        before = cast(list, warnings.filters)
+        before.insert(0, own)
+    try:
+        yield
+    finally:
+        meanwhile.ended = True  # in copies of the list, too
+        with _lock:
+            # The list from then as well: another thread may put that back.
+            for filters in (before, cast(list, warnings.filters)):
+                if (at := next((n for n, one in enumerate(filters) if one is own), None)) is not None:
+                    del filters[at]
