@@ -456,6 +456,28 @@ def test_vectors_of_a_checkpoint_before_the_newest_are_pointed_out(run, tmp_path
         assert done.exit_code == 0 and (remark in done.output) == said, done.output
 
 
+def test_a_label_table_that_is_replaced_after_the_probe_is_not_that_of_the_label_curve(run, tmp_path, monkeypatch):
+    """One probe.json held scores of two tables."""
+    run, cohort, given = Path(shutil.copytree(run, tmp_path / "run")), Cohort(30), []
+    (run / "embeddings").mkdir()
+    cohort.embeddings(run / "embeddings" / "pretrained.parquet")
+    labels = cohort.labels(tmp_path / "labels.tsv")
+
+    def probed(arms, table, **options):
+        given.append(read_labels(table))
+        labels.write_text("participant_id\tdiagnosis\n")
+        return probe(arms, table, resamples=50, **{name: options[name] for name in ("targets", "seen", "allow_seen")})
+
+    monkeypatch.setattr("octfm.evaluation.probe.probe", probed)
+    monkeypatch.setattr(
+        "octfm.evaluation.efficiency.label_efficiency",
+        lambda _, table, **__: given.append(read_labels(table)) or ([], []),
+    )
+    done = invoke("probe", run, "--labels", labels, "--target", "diagnosis", "--label-efficiency")
+    assert done.exit_code == 0, done.output
+    assert given[0] == given[1]
+
+
 def test_vectors_of_other_weights_than_the_run_are_pointed_out(run, tmp_path):
     """As where two runs were embedded into one folder: participants seen in pretraining are those of RUN."""
     path, cohort = tmp_path / "vectors" / "pretrained.parquet", Cohort(30)

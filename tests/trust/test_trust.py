@@ -867,7 +867,22 @@ def test_labels_corrected_after_training_from_scratch_name_the_folder_to_delete(
     monkeypatch.setattr("octfm.trust.report.finetune", refused)
     study = replace(study, design="recommended_split")
     with pytest.raises(EvaluationError, match=r"from_scratch/disease: .*delete this folder, and the same command"):
-        _from_scratch(study, {"encoder": "e", "store": "s", "epochs": 1}, {}, tmp_path / "from_scratch", False, quiet)
+        _from_scratch(
+            study, {"encoder": "e", "store": "s", "epochs": 1}, None, {}, tmp_path / "from_scratch", False, quiet
+        )
+
+
+def test_labels_that_change_before_training_from_scratch_are_not_compared(study, tmp_path, monkeypatch):
+    """The probes have the labels of the beginning: the network, of other labels, passed for its equal."""
+    (labels := tmp_path / "labels.csv").write_text("participant_id,disease\n1,a\n2,b\n")
+    table = read_labels(labels)
+    monkeypatch.setattr(
+        "octfm.trust.report.finetune", lambda *_, **__: labels.write_text("participant_id,disease\n1,b\n")
+    )
+    study = replace(study, design="recommended_split")
+    settings = {"encoder": "e", "store": "s", "epochs": 1, "labels": str(labels)}
+    with pytest.raises(EvaluationError, match=r"labels.csv: changed while octfm trust ran; delete .*disease, and run"):
+        _from_scratch(study, settings, table, {}, tmp_path / "from_scratch", False, quiet)
 
 
 def test_the_module_that_keeps_people_apart_is_the_one_that_is_used(study, monkeypatch):

@@ -153,11 +153,13 @@ class LabelTable:
 
 def read_labels(table: Any) -> LabelTable:
     """Read a CSV or TSV with a header line, or take a DataFrame or Series of pandas, whose index may hold the ids, or a
-    table of polars or pyarrow.
+    table of polars or pyarrow. A LabelTable is returned as it is.
 
     It needs a column participant_id (or person_id, patient_id, subject_id) or sop_instance_uid, in capitals or not; a
     column laterality, or eye if it names eyes, is optional. Raises EvaluationError.
     """
+    if isinstance(table, LabelTable):
+        return table
     if hasattr(table, "columns") and hasattr(table, "to_pandas"):
         table = table.to_pandas(integer_object_nulls=True)  # else 1 is 1.0 where another cell is missing
     if hasattr(table, "index") and hasattr(table, "to_frame"):

@@ -93,15 +93,17 @@ def probe(
         "design": design,
         "folds": folds,
     }
-    if labels is not None and not target:
+    # Once: the file may be replaced before the label curve.
+    table = read_labels(labels) if labels is not None else None
+    if table is not None and not target:
         probed = {known.column for known in TARGETS}
-        if others := [column for column in read_labels(labels).columns if column not in probed]:
+        if others := [column for column in table.columns if column not in probed]:
             opt.echo_line(f"{labels}: not probed: {', '.join(others)}; name a column with --target")
-    result = run_probe(arms, labels, seeds=seeds, commands=[opt.command_line()], **common)
+    result = run_probe(arms, table, seeds=seeds, commands=[opt.command_line()], **common)
     opt.echo_line(*summary_lines(result))
     if label_efficiency:
         # A single draw of a few participants says little: intervals must also cover other draws.
-        rows, compared = curve(arms, labels, seeds=max(3, seeds), **common)
+        rows, compared = curve(arms, table, seeds=max(3, seeds), **common)
         result |= {"label_efficiency": rows, "label_efficiency_comparisons": compared}
         opt.echo_line(*curve_lines(rows, compared))
     opt.echo_line(write_probe(folder / ("probe.json" if chosen == "linear" else f"probe-{chosen}.json"), result))

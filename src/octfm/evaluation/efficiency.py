@@ -1,7 +1,6 @@
 """Label efficiency: frozen probes fitted on nested subsets of 1 % to 100 % of the training participants."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +32,7 @@ FRACTIONS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 def label_efficiency(
     embeddings: Sequence[str | Location | Embeddings],
-    labels: str | Path | None = None,
+    labels: Any = None,
     *,
     targets: Sequence[str] | None = None,
     orders: Mapping[str, tuple[str, ...]] | None = None,

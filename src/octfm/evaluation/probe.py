@@ -437,10 +437,11 @@ def probe_together(
         encoders.append(replace(read_embeddings(path), name=name))
     settings = _shared_settings(runs)
     options: dict[str, Any] = {"targets": targets, "allow_seen": allow_seen, "resamples": resamples, **settings}
-    columns = label_columns(encoders[0], read_labels(labels) if labels is not None else None)
+    table = read_labels(labels) if labels is not None else None
+    columns = label_columns(encoders[0], table)
     own = {column: grades for column, grades in settings.get("orders", {}).items() if column in columns}
     options["orders"] = {**own, **(orders or {})}
-    return probe(encoders, labels, seen=seen_if_known(*runs.values(), allow_seen=allow_seen), **options)
+    return probe(encoders, table, seen=seen_if_known(*runs.values(), allow_seen=allow_seen), **options)
 
 
 def _shared_settings(runs: Mapping[str, Path]) -> dict[str, Any]:

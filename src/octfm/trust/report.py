@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from octfm.catalog.labels import read_labels
+from octfm.catalog.labels import LabelTable, read_labels
 from octfm.config import load
 from octfm.encoder.embed import NAMES, RANDOM_INIT, histogram_baseline, quality_baseline
 from octfm.encoder.embeddings import Embeddings, of_store, read_embeddings
@@ -115,7 +115,8 @@ def trust(
             "exclude": None if exclude is None else one_line(exclude),
             "epochs": from_scratch_epochs,
         }
-        study, scratch_note = _from_scratch(study, settings, orders or {}, out / "from_scratch", allow_seen, echo)
+        folder = out / "from_scratch"
+        study, scratch_note = _from_scratch(study, settings, table, orders or {}, folder, allow_seen, echo)
     described = [{"name": e.name, "kind": study.kinds[e.name], "what": _what(e)} for e in study.encoders]
     if study.scratch:
         what = "the run's network, trained for the label alone"
@@ -289,10 +290,19 @@ def _pretraining(path: Path, store: Store) -> dict[str, Any]:
 
 
 def _from_scratch(
-    study: Study, common: dict[str, Any], orders: Mapping[str, tuple[str, ...]], out: Path, allow_seen: bool, echo: Echo
+    study: Study,
+    common: dict[str, Any],
+    table: LabelTable | None,
+    orders: Mapping[str, tuple[str, ...]],
+    out: Path,
+    allow_seen: bool,
+    echo: Echo,
 ) -> tuple[Study, str]:
     """Train the run's architecture from random weights for each label; returns the study with these predictions, and a
-    note. The learning rate suits training from scratch: it is higher than in fine-tuning."""
+    note. The learning rate suits training from scratch: it is higher than in fine-tuning.
+
+    table: of `common["labels"]`, which every training reads again, perhaps hours later. Raises EvaluationError if that
+    file has changed."""
     if study.design != "recommended_split":
         return study, "Left out: it needs train and test splits, and this store has none (octfm scan makes them)."
     recipe = {"from_scratch": True, "head_epochs": 0, "lr_encoder": 3e-4, "layer_decay": 1.0, "patience": 15}
@@ -316,6 +326,10 @@ def _from_scratch(
             echo(str(reason))
             notes.append(f"{task.name} was left out: {reason.public or 'octfm trust says why when it runs.'}")
             continue
+        if table is not None and read_labels(common["labels"]) != table:
+            raise EvaluationError(
+                f"{common['labels']}: changed while octfm trust ran; delete {folder}, and run the same command again"
+            )
         saved = read_predictions(folder / "predictions.parquet")
         predictions[task.name] = saved.for_cases(task.cases, study.data, task.rounds[0].test)
     kinds: dict[str, Kind] = {**study.kinds, FROM_SCRATCH: "from scratch"}
