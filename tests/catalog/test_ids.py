@@ -134,6 +134,8 @@ def test_ids_that_differ_in_an_accent_or_a_separator_between_numbers_are_two_peo
     assert may_be_one_person(["111", "1-11", "11-1", ""]) == [("111", "1-11"), ("111", "11-1")]
     names = ["MULLER11", "muller-1-1", "Müller 1-1"]
     assert {frozenset(pair) for pair in may_be_one_person(names)} == set(map(frozenset, combinations(names, 2)))
+    for names in (["IĞDIR-3", "Iğdır-3"], ["dang-5", "Đặng 5"]):
+        assert may_be_one_person(names) == [tuple(names)] and len(set(under_one_id(names))) == 2
     assert not may_be_one_person(["1001.0", "10010", "Hà", "Hạ", "1-11", "11-1"])
 
 

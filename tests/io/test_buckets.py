@@ -816,6 +816,23 @@ def test_a_wrong_clock_neither_displaces_a_live_owner_nor_keeps_a_dead_one(place
     assert not lock.exists()
 
 
+@pytest.mark.parametrize("content", [b"", b'{"owner": "oth', b"[]", b'{"owner": "other", "renewed": null}'])
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_what_is_no_lease_is_watched_and_taken_over(place, content, monkeypatch):
+    lock = place / "lock"
+    bucket.write(str(lock), content)
+    clock = SimpleNamespace(time=time.time, sleep=lambda _: bucket.write(str(lock), b"{}"))
+    monkeypatch.setattr("octfm.io.lease.time", clock)
+    with (
+        pytest.raises(BucketError, match="another process is preparing this store"),
+        Lease(lock, "preparing this store"),
+    ):
+        pass
+    clock.sleep = lambda _: None
+    with Lease(lock, "preparing this store") as lease:
+        assert json.loads(lock.read_bytes())["owner"] == lease._owner
+
+
 @pytest.mark.parametrize("place", ["s3", pytest.param("gs", marks=pytest.mark.slow)], indirect=True)
 def test_of_two_that_take_over_a_stale_lease_one_wins(place, monkeypatch):
     lock, wins = place / "lock", []

@@ -97,7 +97,7 @@ class Lease:
         )
 
     def _expect_mine(self) -> None:
-        if (owner := self._read().get("owner")) != self._owner:
+        if (owner := self._read().get("owner", "another process")) != self._owner:
             raise BucketError(f"{self._uri}: {owner} was faster and is {self._purpose}; wait for it or stop it")
 
     def _renew(self) -> None:
@@ -118,7 +118,14 @@ class Lease:
         return f'{{"owner": {json.dumps(self._owner)}, "renewed": {time.time():.3f}}}'.encode()
 
     def _read(self) -> dict:
+        """The lease; {} if there is none. One that was read while it was written, or that is something else, has no
+        owner and counts as stale, so that it is watched."""
         try:
-            return json.loads(bucket.read(self._uri))
-        except (FileNotFoundError, ValueError):
+            content = bucket.read(self._uri)
+        except FileNotFoundError:
             return {}
+        with suppress(ValueError):
+            match json.loads(content):
+                case {"owner": str(), "renewed": int() | float()} as found:
+                    return found
+        return {"unreadable": content}

@@ -44,12 +44,13 @@ def under_one_id(participants: Sequence[str]) -> list[str]:
 
 def may_be_one_person(participants: Iterable[str]) -> list[tuple[str, str]]:
     """Pairs of ids that are one person's, or would be if one did not lack a separator between two numbers (010234 and
-    01-0234) or an accent: for splits and questions, where it is safe to take two people for one."""
+    01-0234), an accent or the dot of an i (I is also the capital of the Turkish i without one): for splits and
+    questions, where it is safe to take two people for one."""
     names = sorted({*participants} - {""})
     first = _first_of_person(names)
     pairs = []
     for name in names:
-        spellings = (clean_id(name), plain(clean_id(name)))
+        spellings = (clean_id(name), plain(clean_id(name)), clean_id(name).replace("ı", "i"))
         keys = {person_key(text) for own in spellings for text in (own, _SEPARATORS.sub("", own))}
         pairs += [(first[key], name) for key in sorted(keys) if first.get(key, name) != name]
     return pairs

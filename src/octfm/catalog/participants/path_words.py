@@ -127,9 +127,13 @@ class Segment:
     eye: Laterality | None = None
 
 
+_LETTERS = str.maketrans({"œ": "oe", "æ": "ae", "ø": "o", "ł": "l", "đ": "d", "ı": "i"})
+"""Letters that Unicode does not take apart; the last one is the Turkish i without a dot, whose capital is I."""
+
+
 def plain(text: str) -> str:
     """The text in lower case, without accents, in one Unicode form."""
-    letters = unicodedata.normalize("NFKD", text.casefold().replace("œ", "oe").replace("ø", "o").replace("ł", "l"))
+    letters = unicodedata.normalize("NFKD", text.casefold().translate(_LETTERS))
     return "".join(c for c in letters if not unicodedata.combining(c))
 
 
