@@ -4,19 +4,20 @@ Linear and nearest-neighbour readouts of pooled tissue features on a fixed, labe
 scored on validation participants, never on test participants. Nothing feeds back into training.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from pydantic import Field
 
-from octfm.catalog.labels import as_number, one_spelling, read_labels, stated
+from octfm.catalog.labels import LabelTable, as_number, one_spelling, read_labels, stated
 from octfm.catalog.participants.ids import under_one_id
 from octfm.config import Config, LocalPlace
 from octfm.errors import ConfigError
 from octfm.io.hashing import hash_text
 from octfm.run.runtime import Runtime
+from octfm.store.layout import StoreRow
 from octfm.store.selection import evenly
 from octfm.store.store import Store
 
@@ -72,10 +73,11 @@ def find_cases(
     too few, or if a row is of another split: a test participant must never influence the choice of a checkpoint."""
     if config.target is None:
         return None
+    table = read_labels(config.labels) if config.labels is not None else None
     sides = []
     for rows, split in ((train_rows, "train"), (validation_rows, "val")):
         _require_split(store, rows, split)
-        labels = _labels(config, store, rows)
+        labels = _labels(config.target, table, [store.rows[row] for row in rows])
         keep = np.array([i for i, label in enumerate(labels) if label is not None], np.int64)
         keep = evenly(keep, config.volumes)  # instead of drawn: every probe uses the same volumes
         sides.append((rows[keep], [str(labels[i]) for i in keep]))
@@ -161,13 +163,10 @@ def _require_split(store: Store, rows: np.ndarray, split: str) -> None:
         )
 
 
-def _labels(config: OnlineProbeConfig, store: Store, rows: np.ndarray) -> list[str | None]:
-    chosen = [store.rows[row] for row in rows]
-    if config.labels is None:
-        return [stated(row.participant_labels.get(config.target or "")) for row in chosen]
-    return read_labels(config.labels).join(
-        str(config.target), [(row.acquisition, row.participant, row.laterality) for row in chosen]
-    )
+def _labels(target: str, table: LabelTable | None, rows: Sequence[StoreRow]) -> list[str | None]:
+    if table is None:
+        return [stated(row.participant_labels.get(target)) for row in rows]
+    return table.join(target, [(row.acquisition, row.participant, row.laterality) for row in rows])
 
 
 def _ridge(cases: Cases, x: np.ndarray, x_new: np.ndarray) -> np.ndarray:
