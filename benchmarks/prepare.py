@@ -26,6 +26,7 @@ from pydicom.encaps import encapsulate, generate_frames
 
 from octfm.formats import read_volume
 from octfm.formats.dicom.codecs import FrameFormat, decode_frame, find_decoders
+from octfm.io.heap import keep_freed_memory
 from octfm.io.isolation import Limits, each
 from octfm.phantom import DEFAULT_SCANNERS, PHANTOM_VERSION, SCANNERS, phantom_volume
 from octfm.phantom.dicom import to_bytes, to_dataset
@@ -97,6 +98,7 @@ def main() -> None:
         parser.error("set OMP_NUM_THREADS=1: workers compute with one thread each")
     if "uncompressed" in options.syntaxes and not options.memory:
         need_monai()
+    keep_freed_memory()  # as the children of prepare do
     preprocessing = Preprocessing()
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
