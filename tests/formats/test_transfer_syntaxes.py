@@ -143,6 +143,21 @@ def test_every_transfer_syntax_is_read(tmp_path, case):
     )
 
 
+@pytest.mark.parametrize("case", [c for c in CASES if c.encoder == "imagecodecs" and c.bits == 8], ids=str)
+def test_any_byte_may_pad_a_codestream_to_an_even_length(tmp_path, case):
+    """Orthanc 1.10.1 pads JPEG-LS with whatever its buffer holds, seldom the zero of PS3.5 A.4."""
+    voxels = np.stack([np.roll(picture(8), shift, axis=1) for shift in range(8)])
+    odd = []
+
+    def encode(image):
+        odd.append(len(code := case.encode(image)) % 2)
+        return code + b"\xef" * odd[-1]
+
+    path = write_oct_dicom(tmp_path / "a", voxels, SPACING_MM, transfer_syntax=case.syntax, encode=encode)
+    assert any(odd)
+    assert np.abs(read_volume(path).voxels.astype(int) - voxels).max() <= case.bound
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_decoder_gives_the_same_values_so_that_the_next_may_stand_in(case):
     image = picture(case.bits)

@@ -36,6 +36,7 @@ _HEAD = 4096
 """Bytes of a compressed frame that are searched for its size."""
 _PIECE = 2**24
 _JP2 = b"\0\0\0\x0cjP  "
+_END = b"\xff\xd9"
 
 
 Fragments = tuple[tuple[int, int], ...]
@@ -182,9 +183,9 @@ def find_frames(
     if transfer_syntax != RLE:
         for number, frame in enumerate(frames):
             at, length = frame[-1]
-            # Fragments have an even length: a zero byte may follow the end marker FF D9.
+            # Fragments have an even length: a zero byte may follow the end marker FF D9, in Orthanc's JPEG-LS any byte.
             tail = _bytes_at(stream, at + max(length - 16, 0), min(length, 16))
-            if not tail.rstrip(b"\0").endswith(b"\xff\xd9"):
+            if not (tail.rstrip(b"\0").endswith(_END) or tail[:-1].endswith(_END)):
                 raise _truncated(uri, f"B-scan {number} of {count} has no end of codestream")
     return frames
 
